@@ -2,7 +2,8 @@
 # ruff: noqa: F401
 """Rollout perturbations for LLM reinforcement learning: perturbations, gates, records and their replay.
 
-Needs only torch and numpy. Names are loaded on first use, so that importing the package costs nothing.
+Needs torch, numpy and jaxtyping, whose annotations state the shapes of tensors. Names are loaded on first use, so that
+importing the package costs nothing.
 """
 
 from importlib import import_module
@@ -22,7 +23,7 @@ if TYPE_CHECKING:  # the names below, for type checkers
     from perturbations.step import GateStep, Positions, Step
     from perturbations.testing import check_gate, check_perturbation
 
-_NAMES = {
+_NAMES_OF_MODULES = {
     "base": ("Perturbation",),
     "edit": ("InputEdit", "Proposal", "dense_edit"),
     "errors": ("UsageError",),
@@ -36,16 +37,17 @@ _NAMES = {
     "step": ("GateStep", "Positions", "Step"),
     "testing": ("check_gate", "check_perturbation"),
 }
-_HOME = {name: module for module, names in _NAMES.items() for name in names}
-__all__ = sorted(_HOME)
+_MODULE_OF = {name: module for module, names in _NAMES_OF_MODULES.items() for name in names}
+__all__ = sorted(_MODULE_OF)
 __version__ = "0.1.0"
 """The version of the project; everything else that states it reads it from here."""
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module 'perturbations' has no attribute {name!r}; it has {', '.join(__all__)}")
-    return getattr(import_module(f"perturbations.{_HOME[name]}"), name)
+    module = import_module(f"perturbations.{_MODULE_OF[name]}")
+    return getattr(module, name)
 
 
 def __dir__() -> list[str]:

@@ -20,40 +20,54 @@ from perturbations.row_blocks import largest
 
 def input_gradient_option(default: str) -> Any:
     """The option ``input_gradient``; its default is ``none`` where the method's release feeds constants."""
-    released = " (its release)" if default == "none" else ""
-    about = f"gradient of the fed inputs to the embedding: through the mixture, or none, as constants{released}"
-    return option(default, about, choices=("full", "none"))
+    help_text = "gradient of the fed inputs to the embedding: through the mixture, or none, as constants"
+    if default == "none":
+        help_text += " (its release)"
+    return option(default, help_text, choices=("full", "none"))
 
 
-def density_option(others: str, *choices: str) -> Any:
-    """The option ``density`` with default ``token``; ``others`` describes the further ``choices``."""
-    return option("token", f"what the loss weighs: the token's probability, {others}", choices=("token", *choices))
+def density_option(description: str, *choices: str) -> Any:
+    """The option ``density`` with default ``token``; ``description`` is of the further ``choices``."""
+    help_text = f"what the loss weighs: the token's probability, {description}"
+    return option("token", help_text, choices=("token", *choices))
 
 
 def freeze_option(default: str, released: str = "") -> Any:
-    """The option ``freeze``."""
-    about = f"what of the model does not train; tied matrices are one{released}"
-    return option(default, about, choices=("none", "embedding", "head", "both"))
+    """The option ``freeze``; ``released`` ends its help, such as `` (its release: both)``."""
+    help_text = f"what of the model does not train; tied matrices are one{released}"
+    return option(default, help_text, choices=("none", "embedding", "head", "both"))
 
 
 @dataclass(frozen=True)
 class Replayed:
     """The input of a density: N perturbed positions of a forward that replayed them, with gradient to the policy.
 
-    ``advantages``, the weights in the loss, may affect the gradient of a density, not its value.
+    Attributes:
+        logits: z̃ = z / temperature of all R rows of the forward, (R, V).
+        rows: the row of ``logits`` that chose each position's token and input.
+        token_log_probs: log π of the tokens in the text.
+        temperature: the sampling temperature.
+        edit: the inputs as recorded.
+        noise_keys: keys that give the recorded noise ε again; None where no input has noise.
+        lookup: maps ids of any shape to the policy's embeddings, shape + (D,).
+        advantages: the positions' weights in the loss; None for the old and the reference policy, which have no loss.
+            They may affect the gradient of a density, not its value.
+        draw_keys: keys that give the perturbation's own draws again.
+        hidden: the last hidden states; None without ``reads_hidden``.
+        module: the policy's perturbation parameters, if any.
     """
 
-    logits: Float[Tensor, "forward vocabulary"]  # z̃ = z / temperature of all rows of the forward
-    rows: Int64[Tensor, " positions"]  # of ``logits``, that chose each position's token and input
-    token_log_probs: Float[Tensor, " positions"]  # of the tokens in the text
-    temperature: float  # of sampling
-    edit: InputEdit  # the inputs as recorded
-    noise_keys: Int64[Tensor, " positions"] | None  # of the recorded noise; None where nothing is noisy
-    lookup: Callable[[Tensor], Tensor]  # ids of any shape to the policy's embeddings, shape + (D,)
-    advantages: Float[Tensor, " positions"] | None = None  # None for old and reference policy, which have no loss
-    draw_keys: Int64[Tensor, " positions"] | None = None  # of the perturbation's own draws
-    hidden: Float[Tensor, "positions hidden"] | None = None  # the last hidden states; None without ``reads_hidden``
-    module: nn.Module | None = None  # the policy's perturbation parameters, if any
+    logits: Float[Tensor, "forward vocabulary"]
+    rows: Int64[Tensor, " positions"]
+    token_log_probs: Float[Tensor, " positions"]
+    temperature: float
+    edit: InputEdit
+    noise_keys: Int64[Tensor, " positions"] | None
+    lookup: Callable[[Tensor], Tensor]
+    advantages: Float[Tensor, " positions"] | None = None
+    draw_keys: Int64[Tensor, " positions"] | None = None
+    hidden: Float[Tensor, "positions hidden"] | None = None
+    module: nn.Module | None = None
 
     def gumbel(self, ids: Tensor) -> Tensor:
         """The rollout's ``step.gumbel(ids)``, (N, n): exact, whereas the logits of rollout and trainer differ."""
@@ -70,13 +84,20 @@ class Replayed:
     def log_probs(self, ids: Tensor, temperature: float | None = None) -> Tensor:
         """log π of the tokens ``ids`` (N, n) among all, (N, n), with gradient; None: at the sampling temperature."""
         scale = 1.0 if temperature is None else self.temperature / temperature
-        logits = self.logits if scale == 1.0 else self.logits * scale
-        return scale * self.at(ids) - torch.logsumexp(logits, dim=-1)[self.rows].unsqueeze(-1)
+        logits = self.logits if scale == 1.0 else self.logits * scale  # (R, V)
+        token_logits = scale * self.at(ids)  # (N, n)
+        log_totals = torch.logsumexp(logits, dim=-1)[self.rows]  # (N,)
+        return token_logits - log_totals.unsqueeze(-1)
 
     def top(self, k: int) -> Tensor:
         """The k likeliest tokens at each position, (N, k) int64."""
-        with torch.no_grad():  # in slices: the rows' copies would be as large as the logits
-            return torch.cat([largest(self.logits[part], k)[1] for part in self.rows.split(256)])
+        # In slices of 256 rows, since indexing copies them: a copy of all rows would be as large as the logits.
+        ids_of_slices = []
+        with torch.no_grad():
+            for rows in self.rows.split(256):
+                _, ids = largest(self.logits[rows], k)
+                ids_of_slices.append(ids)
+            return torch.cat(ids_of_slices)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,13 +110,14 @@ class Perturbation(GateOptions, ABC):
     kind = "perturbation"
     registry = perturbations
     paper: ClassVar[str] = "none named"
-    # The weights of a position are convex (none negative, sum 1), affine (sum 1) or free.
+    # The weights of a position are convex (none is negative, they sum to 1), affine (they sum to 1) or free.
     mixture: ClassVar[str] = "convex"
-    # Options that module() depends on: saved parameters are refused where these differ.
+    # The options that module() depends on. Saved parameters are refused where the value of one of these differs.
     module_options: ClassVar[tuple[str, ...]] = ()
-    # Whether Step and Replayed hold the last hidden states, which costs a hook.
+    # Whether Step and Replayed hold the last hidden states, which needs a hook on the model's output layer.
     reads_hidden: ClassVar[bool] = False
-    # Whether the token in the text follows from other draws than sampling's. A request's filters then bias the draws.
+    # Whether the perturbation draws the token in the text itself, instead of taking the sampled one. A request's top-k,
+    # top-p and min-p then bias these draws.
     draws_text: ClassVar[bool] = False
 
     perturb_eval: bool = option(False, "perturb evaluation rollouts too; the paper measured that this hurts")

@@ -13,16 +13,18 @@ from torch import Tensor
 from perturbations.errors import require
 
 LOG_FLOOR = 1e-6  # added to probabilities inside the logarithm, as in SofT-GRPO's release
-SMALLEST = torch.finfo(torch.float32).tiny
+SMALLEST = torch.finfo(torch.float32).tiny  # a smaller weight is lost in float32
 
-GUMBEL_RANGE = (-1.5, 3.0)
-GUMBEL_MASK = -3.0
-_REACH = (-40.0, 60.0)  # within which exponentials of noise are finite, and logarithms of them too
+# The constants of SofT-GRPO's paper and release. A MASK is a bound: candidates below it are left out of the mean.
+GUMBEL_RANGE = (-1.5, 3.0)  # noise is clamped to it
+GUMBEL_MASK = -3.0  # of log p
+DIRICHLET_RANGE = (-5.0, 3.0)  # log-densities are clamped to it
+DIRICHLET_MASK = 0.05  # of p
+NORMAL_SIGMA = 0.05
+NORMAL_REACH = 0.15  # draws are clamped to p ± this
+NORMAL_MASK = 0.05  # of p
 
-DIRICHLET_RANGE = (-5.0, 3.0)
-DIRICHLET_MASK = 0.05
-NORMAL_SIGMA, NORMAL_REACH = 0.05, 0.15
-NORMAL_MASK = 0.05
+_FINITE_NOISE = (-40.0, 60.0)  # within it exp(−n) and log(1 − exp(−exp(−n))) are finite in float32
 
 PerPosition = Float[Tensor, " positions"]
 PerCandidate = Float[Tensor, "positions candidates"]
@@ -46,8 +48,9 @@ def gumbel(
 
     Clamped noise has no gradient. Where ``drawn``, the noise before the clamp, lies beyond a bound, the bound counts.
     """
+    low, high = GUMBEL_RANGE
     log_p = torch.log(probabilities + LOG_FLOOR)
-    noise, (low, high) = scores - log_p, GUMBEL_RANGE
+    noise = scores - log_p
     noise = torch.where((noise > low) & (noise < high), noise, noise.detach().clamp(low, high))
     if drawn is not None:
         noise = torch.where((drawn > low) & (drawn < high), noise, drawn.clamp(low, high))
@@ -74,10 +77,10 @@ def censored_gumbel(noise: PerCandidate, below: Which, above: Which, drawn: Whic
 
     −n − exp(−n); log P(g < n) = −exp(−n) where it lies ``below`` n; log P(g > n) where it lies ``above``.
     """
-    noise = torch.where(drawn, noise, 0.0).clamp(*_REACH)
-    share = torch.exp(-noise)
-    terms = torch.where(below, -share, -noise - share)
-    terms = torch.where(above, torch.log(-torch.expm1(-share)), terms)
+    noise = torch.where(drawn, noise, 0.0).clamp(*_FINITE_NOISE)
+    exp_minus_noise = torch.exp(-noise)
+    terms = torch.where(below, -exp_minus_noise, -noise - exp_minus_noise)
+    terms = torch.where(above, torch.log(-torch.expm1(-exp_minus_noise)), terms)
     return torch.where(drawn, terms, 0.0).sum(dim=-1)
 
 
@@ -89,8 +92,8 @@ def concrete(weights: PerCandidate, log_p: PerCandidate, tau: float, kept: Which
     """
     seen = kept & (weights >= SMALLEST)
     powers = log_p - tau * weights.clamp_min(SMALLEST).log()
-    total = torch.logsumexp(torch.where(kept, powers, -torch.inf), dim=-1)
-    return torch.where(seen, log_p, 0.0).sum(dim=-1) - seen.sum(dim=-1) * total
+    log_total = torch.logsumexp(torch.where(kept, powers, -torch.inf), dim=-1)
+    return torch.where(seen, log_p, 0.0).sum(dim=-1) - seen.sum(dim=-1) * log_total
 
 
 def dirichlet_weights(weights: PerCandidate, probabilities: PerCandidate, alpha: float, kept: Which) -> PerPosition:
@@ -107,12 +110,14 @@ def dirichlet_weights(weights: PerCandidate, probabilities: PerCandidate, alpha:
 
 
 def _mean(terms: Tensor, used: Tensor) -> Tensor:
+    """The mean of each row's used terms, (N, K) to (N,); 0 where none is used."""
     return torch.where(used, terms, 0.0).sum(dim=-1) / used.sum(dim=-1).clamp_min(1)
 
 
 def unnormalised(weights: PerCandidate, normalizer: PerPosition | None, tau: float = 1.0) -> PerCandidate:
     """y of weights w = softmax(y / τ): τ log w + normalizer. A lost weight counts as float32's smallest number."""
-    return tau * weights.clamp_min(SMALLEST).log() + require(normalizer, "edit.normalizer").unsqueeze(-1)
+    log_weights = weights.clamp_min(SMALLEST).log()
+    return tau * log_weights + require(normalizer, "edit.normalizer").unsqueeze(-1)
 
 
 def renormalised(logits: PerCandidate, kept: Which) -> PerCandidate:
@@ -122,5 +127,6 @@ def renormalised(logits: PerCandidate, kept: Which) -> PerCandidate:
 
 def distinct(ids: Int64[Tensor, "positions candidates"]) -> Which:
     """Which candidates are the first of their id in the row; a repeated id fills an unused place."""
-    same = ids.unsqueeze(-1) == ids.unsqueeze(-2)
-    return ~torch.tril(same, diagonal=-1).any(dim=-1)
+    same = ids.unsqueeze(-1) == ids.unsqueeze(-2)  # (N, K, K)
+    repeats_an_earlier_one = torch.tril(same, diagonal=-1).any(dim=-1)
+    return ~repeats_an_earlier_one

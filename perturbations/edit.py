@@ -16,7 +16,8 @@ from perturbations import streams
 from perturbations.compilation import Compiled, on_gpu, twice
 from perturbations.errors import require
 
-Mixer = Callable[[Tensor, Tensor], Tensor]  # a perturbation's module, of the first candidate and the mixture
+# A perturbation's module: maps the first candidates' embeddings and the mixtures, (N, D) float32 each, to the inputs.
+Mixer = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -59,14 +60,15 @@ def mix(candidates: Tensor, edit: InputEdit, noise_keys: Tensor | None, module: 
     Rollout and replay both call this function, compiled on a GPU and uncompiled on a CPU, so that they round alike.
     ``candidates``: e, (N, K, D); the edit's ids are not used. ``noise_keys``: (N,) int64 of ``Stream.NOISE``, with σ.
     """
-    parts = edit.weights, edit.sigma, edit.vectors, noise_keys, module
+    arguments = (edit.weights, edit.sigma, edit.vectors, noise_keys, module)
     if torch.compiler.is_compiling() or not on_gpu(candidates.device) or not len(candidates):
-        return _mixed(candidates, *parts)
+        return _mixed(candidates, *arguments)
     with torch.no_grad():
-        value = _compiled_mix(candidates, *parts)
-    if torch.is_grad_enabled() and (module is not None or candidates.requires_grad or edit.weights.requires_grad):
-        return _Rounded.apply(_mixed(candidates, *parts), value)
-    return value
+        compiled_value = _compiled_mix(candidates, *arguments)
+    has_gradient = module is not None or candidates.requires_grad or edit.weights.requires_grad
+    if torch.is_grad_enabled() and has_gradient:
+        return _Rounded.apply(_mixed(candidates, *arguments), compiled_value)
+    return compiled_value
 
 
 def _mixed(
@@ -77,9 +79,11 @@ def _mixed(
     noise_keys: Tensor | None,
     module: Mixer | None,
 ) -> Tensor:
-    mixed = (candidates.float() * weights.unsqueeze(-1)).sum(dim=-2)
+    """As :func:`mix`, with the edit's fields as arguments: `torch.compile` takes tensors."""
+    mixed = (candidates.float() * weights.unsqueeze(-1)).sum(dim=-2)  # (N, K, D) to (N, D)
     if sigma is not None:
-        mixed = mixed + sigma.unsqueeze(-1) * streams.normal(require(noise_keys, "noise_keys"), candidates.shape[-1])
+        noise = streams.normal(require(noise_keys, "noise_keys"), candidates.shape[-1])  # (N, D)
+        mixed = mixed + sigma.unsqueeze(-1) * noise
     if module is not None:
         mixed = module(candidates[:, 0].float(), mixed)
     if vectors is not None:
@@ -88,7 +92,7 @@ def _mixed(
 
 
 class _Rounded(torch.autograd.Function):
-    """The gradient of a mixture, at a value that differs by rounding."""
+    """The compiled mixture's value with the uncompiled mixture's gradient; the two values differ by rounding."""
 
     @staticmethod
     def forward(ctx: object, mixture: Tensor, value: Tensor) -> Tensor:
@@ -99,21 +103,24 @@ class _Rounded(torch.autograd.Function):
         return gradients[0], None
 
 
-def _compiled_mix(candidates: Tensor, *parts: Tensor | Mixer | None) -> Tensor:
+def _compiled_mix(candidates: Tensor, *arguments: Tensor | Mixer | None) -> Tensor:
+    """:func:`_mixed`, compiled; ``arguments`` are its further ones."""
     if len(candidates) == 1:
-        again = (twice(part) if isinstance(part, Tensor) else part for part in parts)
-        return _compiled_mix(twice(candidates), *again)[:1]
-    rows = candidates.detach().reshape(-1, candidates.shape[-1])
-    places = torch.arange(len(rows), device=rows.device).view(candidates.shape[:2])
-    for part in (rows, places, *parts):
-        if isinstance(part, Tensor):
-            torch._dynamo.maybe_mark_dynamic(part, 0)
-    return _mixed_rows(rows, places, *parts)
+        doubled = [twice(argument) if isinstance(argument, Tensor) else argument for argument in arguments]
+        return _compiled_mix(twice(candidates), *doubled)[:1]
+    table = candidates.detach().reshape(-1, candidates.shape[-1])  # (N · K, D)
+    places = torch.arange(len(table), device=table.device).view(candidates.shape[:2])  # (N, K)
+    for argument in (table, places, *arguments):
+        if isinstance(argument, Tensor):
+            torch._dynamo.maybe_mark_dynamic(argument, 0)
+    return _mixed_rows(table, places, *arguments)
 
 
-# Looked up once more, as an engine's compiled step looks tokens up: without that the compiler adds in another order.
+# The engine's compiled step looks its tokens up in a table of embeddings. The lookup is repeated here, from a table of
+# the candidates: without it the compiler adds the candidates in another order, and the two sums round differently.
 _mixed_rows = Compiled(
-    lambda rows, places, *parts: _mixed(torch.nn.functional.embedding(places, rows), *parts), "the mixing of embeddings"
+    lambda table, places, *arguments: _mixed(torch.nn.functional.embedding(places, table), *arguments),
+    "the mixing of embeddings",
 )
 
 
@@ -121,8 +128,9 @@ def realise(
     edit: InputEdit, lookup: Callable[[Tensor], Tensor], noise_keys: Tensor | None, module: Mixer | None = None
 ) -> Tensor:
     """The vectors of an edit, (B, D) in the embedding's dtype; further arguments as of :func:`mix`."""
-    candidates = lookup(edit.ids.reshape(-1))
-    return mix(candidates.view(*edit.ids.shape, candidates.shape[-1]), edit, noise_keys, module)
+    rows = lookup(edit.ids.reshape(-1))  # (B · K, D)
+    candidates = rows.view(*edit.ids.shape, rows.shape[-1])  # (B, K, D)
+    return mix(candidates, edit, noise_keys, module)
 
 
 def one_hot(tokens: Tensor) -> InputEdit:
@@ -132,9 +140,9 @@ def one_hot(tokens: Tensor) -> InputEdit:
 
 
 def dense_edit(tokens: Tensor, vectors: Tensor) -> InputEdit:
-    """The edit that feeds vectors (B, D) float32 alone, without gradient; ``tokens`` (B,) int64 are any.
+    """The edit that feeds vectors (B, D) float32 alone, without gradient; ``tokens``, (B,) int64, have weight 0.
 
     Its record takes 4·D bytes per perturbed position (2.3 KB at D = 576).
     """
     ids = tokens.unsqueeze(-1)
-    return InputEdit(ids, torch.zeros_like(ids, dtype=torch.float32), None, vectors)
+    return InputEdit(ids, weights=torch.zeros_like(ids, dtype=torch.float32), vectors=vectors)

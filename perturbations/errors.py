@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one error of bad input, which a command line tells from a bug."""
+"""`UsageError`, which a command line reports without a traceback, and two helpers for messages."""
 
 import difflib
 from collections.abc import Iterable
@@ -13,13 +13,13 @@ class UsageError(ValueError):
 
 
 def require(value: _Value | None, what: str) -> _Value:
-    """The value; ``ValueError`` that names ``what`` where it is None."""
+    """Returns the value; raises ``ValueError``, with ``what`` as the value's name, where it is None."""
     if value is None:
         raise ValueError(f"{what} is missing here: pass it.")
     return value
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
-    """``" Did you mean 'x'?"`` for a near miss, else the empty string."""
-    match = difflib.get_close_matches(word, list(known), n=1, cutoff=0.55)
-    return f" Did you mean {match[0]!r}?" if match else ""
+def nearest(word: str, words: Iterable[str]) -> str:
+    """``" Did you mean 'x'?"`` where one of the ``words`` is similar to ``word``, else the empty string."""
+    matches = difflib.get_close_matches(word, list(words), n=1, cutoff=0.55)
+    return f" Did you mean {matches[0]!r}?" if matches else ""

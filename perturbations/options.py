@@ -38,8 +38,31 @@ def option(
         choices: the only allowed values.
         registry: of a value with options of its own, given by name, as a mapping with a name, or ready made.
     """
-    limits = {"low": low, "high": high, "above": above, "choices": choices}
-    return dataclasses.field(default=default, metadata={"help": help, **limits, "registry": registry})
+    metadata = {"help": help, "low": low, "high": high, "above": above, "choices": choices, "registry": registry}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The allowed values of a field, as :func:`option` declares them; None where there is no such limit."""
+
+    low: float | None
+    high: float | None
+    above: float | None
+    choices: tuple[str, ...] | None
+
+    @classmethod
+    def of(cls, field: dataclasses.Field) -> "Limits":
+        metadata = field.metadata
+        return cls(metadata.get("low"), metadata.get("high"), metadata.get("above"), metadata.get("choices"))
+
+    def allow(self, value: float) -> bool:
+        """Whether a number is in the range; the choices aside."""
+        if self.low is not None and value < self.low:
+            return False
+        if self.above is not None and value <= self.above:
+            return False
+        return self.high is None or value <= self.high
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +79,8 @@ class Options:
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            object.__setattr__(self, field.name, coerce(type(self), field, getattr(self, field.name), self.kind))
+            value = coerce(type(self), field, getattr(self, field.name), self.kind)
+            object.__setattr__(self, field.name, value)  # the dataclass is frozen
 
     def spec(self) -> dict[str, Any]:
         """Name and every option, as plain values: ``registry.create(**spec)`` gives an equal object in any process.
@@ -67,14 +91,17 @@ class Options:
         if self.registry is not None:
             spec["name"] = self.registry.address(type(self))
             source = self.registry.source(type(self))
-            spec |= {} if source is None else {"source": source}
+            if source is not None:
+                spec["source"] = source
         nested: dict[str, Any] = {}
         for field in dataclasses.fields(self):
-            spec[field.name] = value = getattr(self, field.name)
-            if isinstance(value, Options):
-                own = value.spec()
-                spec[field.name] = own.pop("name")
-                nested |= {f"{field.name}.{key}": part for key, part in own.items()}
+            value = getattr(self, field.name)
+            if not isinstance(value, Options):
+                spec[field.name] = value
+                continue
+            inner_spec = value.spec()
+            spec[field.name] = inner_spec.pop("name")
+            nested |= {f"{field.name}.{key}": inner_value for key, inner_value in inner_spec.items()}
         return spec | nested
 
     def fingerprint(self) -> str:
@@ -82,8 +109,10 @@ class Options:
         from perturbations import user_files
 
         spec = self.spec()
-        texts = {key: user_files.digest(spec[key]) for key in spec if key.rpartition(".")[2] == "source"}
-        return json.dumps({**spec, **texts}, sort_keys=True)
+        for key, value in spec.items():
+            if key == "source" or key.endswith(".source"):
+                spec[key] = user_files.digest(value)
+        return json.dumps(spec, sort_keys=True)
 
     @classmethod
     def from_spec(cls, spec: dict[str, Any]) -> Any:
@@ -98,21 +127,22 @@ class Options:
     @classmethod
     def check_option_names(cls, names: Iterable[str]) -> None:
         """Raises ``UsageError`` for a name that is not an option."""
-        own_names = sorted(cls.option_names())
+        option_names = sorted(cls.option_names())
         for name in names:
-            if name not in own_names:
-                its = f"Its options: {', '.join(own_names)}." if own_names else "It has no options."
-                owner = f"{cls.kind} {cls.name!r}" if hasattr(cls, "name") else cls.kind
-                raise UsageError(f"{owner} has no option {name!r}.{nearest(name, own_names)} {its}")
+            if name in option_names:
+                continue
+            owner = f"{cls.kind} {cls.name!r}" if hasattr(cls, "name") else cls.kind
+            listing = f"Its options: {', '.join(option_names)}." if option_names else "It has no options."
+            raise UsageError(f"{owner} has no option {name!r}.{nearest(name, option_names)} {listing}")
 
     def __reduce__(self) -> Any:
-        """Its spec, so that a process without the class's file can make it."""
+        """Pickles the spec instead of the object, so that a process without the class's file can make it."""
         if self.registry is None:
             return super().__reduce__()
         return self.registry.base_class().from_spec, (self.spec(),)
 
 
-_hints = functools.cache(typing.get_type_hints)  # they are strings: evaluated once a class, not once an object
+_hints = functools.cache(typing.get_type_hints)  # evaluates annotations that are strings, once for each class
 
 
 def kinds(owner: type, name: str) -> tuple[type, ...]:
@@ -125,16 +155,22 @@ def kinds(owner: type, name: str) -> tuple[type, ...]:
 
 def allowed(field: dataclasses.Field) -> str:
     """The allowed values of a field in words: ``in [0, 1]``, ``one of cosine, l2``."""
-    low, high, above, choices = (field.metadata.get(limit) for limit in ("low", "high", "above", "choices"))
-    if choices:
-        return "one of " + ", ".join(choices)
-    # A whole number is written in full: 9.22e18 is no seed that anyone could give.
-    low, high, above = (f"{limit:g}" if isinstance(limit, float) else limit for limit in (low, high, above))
-    if above is not None:
-        return f"greater than {above}" if high is None else f"in ({above}, {high}]"
-    if low is not None:
-        return f"at least {low}" if high is None else f"in [{low}, {high}]"
-    return "" if high is None else f"at most {high}"
+    limits = Limits.of(field)
+    if limits.choices:
+        return "one of " + ", ".join(limits.choices)
+    low = _number(limits.low)
+    high = _number(limits.high)
+    above = _number(limits.above)
+    if limits.above is not None:
+        return f"greater than {above}" if limits.high is None else f"in ({above}, {high}]"
+    if limits.low is not None:
+        return f"at least {low}" if limits.high is None else f"in [{low}, {high}]"
+    return "" if limits.high is None else f"at most {high}"
+
+
+def _number(limit: float | None) -> str:
+    """A limit in words; a whole number in full, since the largest seed could not be read from 9.22e+18."""
+    return f"{limit:g}" if isinstance(limit, float) else str(limit)
 
 
 def coerce(
@@ -144,39 +180,51 @@ def coerce(
 
     ``owner``: the field's class; ``what``: the word for it in messages, unless a ``label`` begins them.
     """
-    label, registry = label or f"{what} option {field.name}={value!r}", field.metadata.get("registry")
+    label = label or f"{what} option {field.name}={value!r}"
+    registry = field.metadata.get("registry")
     if registry is not None:
-        if value is None or isinstance(value, registry.base_class()):
-            return value
-        if isinstance(value, str):
-            return None if value.lower() == "none" else registry.create(value)
-        if isinstance(value, Mapping) and isinstance(value.get("name"), str):
-            return registry.create(**value)
-        names, what = ", ".join(registry.available()), field.name
-        raise UsageError(f"{label}: must be a {what}'s name ({names}), 'none', or a {what}.")
-    accepted = kinds(owner, field.name)
-    if value is None or (isinstance(value, str) and value.lower() == "none" and type(None) in accepted):
-        if type(None) in accepted:
+        return _object_of(registry, field, value, label)
+    accepted_kinds = kinds(owner, field.name)
+    is_optional = type(None) in accepted_kinds
+    if is_optional and isinstance(value, str) and value.lower() == "none":
+        value = None
+    if value is None:
+        if is_optional:
             return None
         raise UsageError(f"{label}: a value is needed; leave the option out for its default, {field.default!r}.")
-    kind = next(k for k in accepted if k is not type(None))
+    kind = next(kind for kind in accepted_kinds if kind is not type(None))
     converted = _convert(kind, value)
     if converted is None:
-        want = {int: "a whole number", float: "a number", bool: "true or false"}.get(kind, "text")
-        limits = f" ({allowed(field)})" if allowed(field) else ""
-        raise UsageError(f"{label}: {want} is needed{limits}, for example {field.default!r}.")
-    low, high, above, choices = (field.metadata.get(limit) for limit in ("low", "high", "above", "choices"))
-    if choices and converted not in choices:
-        raise UsageError(f"{label}: must be {allowed(field)}.{nearest(str(converted), choices)}")
-    too_low = (low is not None and converted < low) or (above is not None and converted <= above)
-    if too_low or (high is not None and converted > high):
+        kind_in_words = {int: "a whole number", float: "a number", bool: "true or false"}.get(kind, "text")
+        limits_in_words = f" ({allowed(field)})" if allowed(field) else ""
+        raise UsageError(f"{label}: {kind_in_words} is needed{limits_in_words}, for example {field.default!r}.")
+    limits = Limits.of(field)
+    if limits.choices and converted not in limits.choices:
+        raise UsageError(f"{label}: must be {allowed(field)}.{nearest(str(converted), limits.choices)}")
+    if isinstance(converted, (int, float)) and not limits.allow(converted):
         raise UsageError(f"{label}: must be {allowed(field)}; the default is {field.default!r}.")
     return converted
 
 
+def _object_of(registry: "Registry", field: dataclasses.Field, value: object, label: str) -> object:
+    """The value of an option that has options of its own: None, an object as it is, or one made by its name."""
+    if value is None or isinstance(value, registry.base_class()):
+        return value
+    if isinstance(value, str):
+        return None if value.lower() == "none" else registry.create(value)
+    if isinstance(value, Mapping) and isinstance(value.get("name"), str):
+        return registry.create(**value)
+    names = ", ".join(registry.available())
+    raise UsageError(f"{label}: must be a {field.name}'s name ({names}), 'none', or a {field.name}.")
+
+
+_BOOLEANS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+
+
 def _convert(kind: type, value: object) -> bool | int | float | str | None:
+    """A value as the kind, or None where it is of another kind."""
     if kind is bool:
-        return {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}.get(str(value).lower())
+        return _BOOLEANS.get(str(value).lower())
     if kind is str:
         return str(value) if type(value) in (str, int) else None  # YAML reads 13 as a number
     if isinstance(value, bool) or not isinstance(value, (str, SupportsFloat)):

@@ -33,7 +33,7 @@ def attach(model: CausalModel, perturbation: Perturbation) -> nn.Module | None:
     if type(perturbation).module is Perturbation.module:
         return None
     embedding = model.get_input_embeddings()
-    hidden_size: int = getattr(embedding, "embedding_dim")  # noqa: B009
+    hidden_size: int = getattr(embedding, "embedding_dim")  # noqa: B009 - an nn.Module's attributes have no types
     module = perturbation.module(hidden_size)
     if module is None:
         return None
@@ -55,9 +55,10 @@ def freeze(model: CausalModel, perturbation: Perturbation) -> None:
     if perturbation.freeze in ("head", "both"):
         head = model.get_output_embeddings()
         if head is None:
-            why = f"{type(model).__name__} names no output embedding (get_output_embeddings() is None)"
-            fix = "Take freeze='embedding' or 'none'"
-            raise ValueError(f"perturbation option freeze={perturbation.freeze!r}: {why}. {fix}.")
+            raise ValueError(
+                f"perturbation option freeze={perturbation.freeze!r}: {type(model).__name__} names no output embedding"
+                " (get_output_embeddings() is None). Take freeze='embedding' or 'none'."
+            )
         head.requires_grad_(False)
 
 
@@ -67,7 +68,7 @@ def attached(model: object) -> nn.Module | None:
 
 
 def split(tensors: Iterable[tuple[str, Tensor]], own: dict[str, Tensor]) -> Iterable[tuple[str, Tensor]]:
-    """Passes the model's tensors on and puts the module's into ``own``, by their names in the module."""
+    """Yields the model's tensors, and puts those of the module into ``own``, by their names in the module."""
     for name, tensor in tensors:
         if name.startswith(PREFIX):
             own[name[len(PREFIX) :]] = tensor
@@ -81,15 +82,19 @@ def load(module: nn.Module, tensors: Mapping[str, Tensor], *, whole: bool = True
 
     ``whole``: every parameter must be there; a weight sync may bring them one at a time.
     """
-    own = dict(module.named_parameters())
-    unknown, missing = sorted(set(tensors) - set(own)), sorted(set(own) - set(tensors)) if whole else []
+    parameters = dict(module.named_parameters())
+    unknown = sorted(set(tensors) - set(parameters))
+    missing = sorted(set(parameters) - set(tensors)) if whole else []
     if unknown or missing:
-        what = f"unknown {unknown or 'none'}, missing {missing or 'none'}"
-        fix = "Load them with the perturbation that saved them"
-        raise ValueError(f"these are not the parameters of {type(module).__name__}: {what}. {fix}.")
+        raise ValueError(
+            f"these are not the parameters of {type(module).__name__}: unknown {unknown or 'none'}, missing"
+            f" {missing or 'none'}. Load them with the perturbation that saved them."
+        )
     for name, tensor in tensors.items():
-        if tensor.shape != own[name].shape:
-            shapes = f"has shape {tuple(own[name].shape)}, the saved one {tuple(tensor.shape)}"
-            why = "they belong to a model of another hidden size"
-            raise ValueError(f"parameter {name!r} of {type(module).__name__} {shapes}: {why}.")
-        own[name].copy_(tensor)
+        parameter = parameters[name]
+        if tensor.shape != parameter.shape:
+            raise ValueError(
+                f"parameter {name!r} of {type(module).__name__} has shape {tuple(parameter.shape)}, the saved one"
+                f" {tuple(tensor.shape)}: they belong to a model of another hidden size."
+            )
+        parameter.copy_(tensor)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import EntryPoint, entry_points
 from inspect import isroutine
 from pathlib import Path
+from types import ModuleType
 from typing import Any, ClassVar, TypeVar
 
 from perturbations import user_files
@@ -19,7 +20,7 @@ from perturbations.options import Options
 _Class = TypeVar("_Class", bound=Options)
 GATE_OPTION = "gate."
 """What an option of the gate begins with, among the options of its perturbation."""
-_NOT_NAMES = ("base", "default")  # files of a tree package that hold no class with a name of its kind
+_NOT_NAMES = ("base", "default")  # modules of a tree package in which no class has a name
 
 
 class Registry:
@@ -39,7 +40,11 @@ class Registry:
         ``tree``: the package with one module per name, or one of ``families`` with several. ``group``: entry point
         group of installed packages.
         """
-        self.kind, self.base, self.tree, self.group, self.families = kind, base, tree, group, families or {}
+        self.kind = kind
+        self.base = base
+        self.tree = tree
+        self.group = group
+        self.families = families or {}
         self.registered: dict[str, type[Options]] = {}
         Registry.instances.append(self)
 
@@ -47,24 +52,35 @@ class Registry:
         """Class decorator that gives a class its name, the value of its flag; ``UsageError`` where another has it."""
 
         def decorate(cls: type[_Class]) -> type[_Class]:
-            other, home = self.registered.get(name), self.in_tree().get(name)
-            taken = home if home != cls.__module__ else None
-            if taken is None and other is not None and not _same(other, cls):
-                taken = f"{other.__module__}.{other.__qualname__}"
-            if taken is not None:
-                raise UsageError(f"{self.kind} {name!r} is the name of {taken}; give {self.address(cls)} another name.")
+            owner = self._other_owner(name, cls)
+            if owner is not None:
+                raise UsageError(f"{self.kind} {name!r} is the name of {owner}; give {self.address(cls)} another name.")
             cls.name = name
             self.registered[name] = cls
             return cls
 
         return decorate
 
+    def _other_owner(self, name: str, cls: type) -> str | None:
+        """What has the name already, other than the class: a module of the tree, or a registered class."""
+        module_in_tree = self.in_tree().get(name)
+        if module_in_tree is not None and module_in_tree != cls.__module__:
+            return module_in_tree
+        registered = self.registered.get(name)
+        if registered is not None and not _same(registered, cls):
+            return f"{registered.__module__}.{registered.__qualname__}"
+        return None
+
     def in_tree(self) -> dict[str, str]:
         """Names in the tree, and their modules."""
         package = importlib.import_module(self.tree)
-        modules = [module.name for module in pkgutil.iter_modules(package.__path__) if module.name not in _NOT_NAMES]
-        homes = {name: f"{self.tree}.{module}" for module in modules for name in self.families.get(module, (module,))}
-        return dict(sorted(homes.items()))
+        module_of_name: dict[str, str] = {}
+        for module in pkgutil.iter_modules(package.__path__):
+            if module.name in _NOT_NAMES:
+                continue
+            for name in self.families.get(module.name, (module.name,)):
+                module_of_name[name] = f"{self.tree}.{module.name}"
+        return dict(sorted(module_of_name.items()))
 
     def installed(self) -> dict[str, EntryPoint]:
         """Names from installed packages, and their entry points."""
@@ -72,10 +88,14 @@ class Registry:
 
     def available(self) -> dict[str, str]:
         """All names and the module, file or entry point of each."""
-        origins = {name: (cls.__module__, user_files.origin(cls.__module__)) for name, cls in self.registered.items()}
-        here = {name: module if file is None else file.filename for name, (module, file) in origins.items()}
-        points = {name: point.value for name, point in self.installed().items()}
-        return dict(sorted((here | points | self.in_tree()).items()))
+        homes: dict[str, str] = {}
+        for name, cls in self.registered.items():
+            file = user_files.origin(cls.__module__)
+            homes[name] = cls.__module__ if file is None else file.filename
+        for name, point in self.installed().items():
+            homes[name] = point.value
+        homes.update(self.in_tree())
+        return dict(sorted(homes.items()))
 
     def get(self, name: str, source: str | None = None) -> type:
         """The class of a registered name, ``./file.py:Name`` (or ``./file.py``), or ``package.module:Name``.
@@ -86,7 +106,8 @@ class Registry:
             return self.registered[name]
         file = user_files.split(name)
         if file is not None:
-            return self._from_file(name, *file, source)
+            path, attribute = file
+            return self._from_file(name, path, attribute, source)
         if source is not None:
             raise UsageError(f"{self.kind} {name!r}: 'source' belongs to a name such as file.py:Name. Leave it out.")
         if ":" in name:
@@ -98,12 +119,17 @@ class Registry:
         installed = self.installed()
         if name in installed:
             return self._from_module(name, installed[name].value)
-        known = self.available()
-        hint = f" Did you mean the file './{name}.py'?" if f"{name}.py" in os.listdir() else nearest(name, known)
+        names = self.available()
         if re.fullmatch("n[-_]?grpo", name.lower()):
             hint = " N-GRPO is --perturbation neighbor, and NGRPO is --advantage ngrpo."
-        own = "or ./file.py:Name or package.module:Name for your own"
-        raise UsageError(f"unknown {self.kind} {name!r}.{hint} Available: {', '.join(known)}; {own}.")
+        elif f"{name}.py" in os.listdir():
+            hint = f" Did you mean the file './{name}.py'?"
+        else:
+            hint = nearest(name, names)
+        raise UsageError(
+            f"unknown {self.kind} {name!r}.{hint} Available: {', '.join(names)};"
+            " or ./file.py:Name or package.module:Name for your own."
+        )
 
     def create(self, name: str, **options: object) -> Any:
         """Makes an object of this kind; ``UsageError`` for an unknown name or option, or a value out of range.
@@ -113,40 +139,69 @@ class Registry:
         source = options.pop("source", None)
         cls = self.get(name, None if source is None else str(source))
         for field in dataclasses.fields(cls):
-            nested, prefix = field.metadata.get("registry"), f"{field.name}."
-            own = [key for key in options if key.startswith(prefix)]
-            if nested is not None and own:
-                chosen = options.get(field.name, field.default)
-                if not isinstance(chosen, str) or chosen.lower() == "none":
-                    fix = f"Name one as option {field.name!r} (available: {', '.join(nested.available())})"
-                    raise UsageError(f"option {own[0]!r} is given, but no {nested.kind}'s name. {fix}.")
-                options[field.name] = nested.create(chosen, **{key[len(prefix) :]: options.pop(key) for key in own})
-        for unknown in (key for key in options if key not in cls.option_names()):
-            owners = [other for other in self.in_tree() if unknown in self.get(other).option_names()]
-            if owners:
-                home = f"{self.kind} {' and '.join(owners)}, not to {name!r}"
-                raise UsageError(f"option {unknown!r} belongs to {home}. Leave it out, or choose {owners[0]!r}.")
+            self._make_nested(field, options)
+        self._refuse_options_of_others(cls, name, options)
         cls.check_option_names(options)
         self.check_complete(cls, name, options)
         return cls(**options)
 
+    def _make_nested(self, field: dataclasses.Field, options: dict[str, object]) -> None:
+        """Makes the object of a field that has options of its own, such as ``gate`` with ``gate.margin``.
+
+        Changes ``options``: takes the nested ones out, and puts the object in place of its name.
+        """
+        nested = field.metadata.get("registry")
+        prefix = f"{field.name}."
+        nested_keys = [key for key in options if key.startswith(prefix)]
+        if nested is None or not nested_keys:
+            return
+        name = options.get(field.name, field.default)
+        if not isinstance(name, str) or name.lower() == "none":
+            raise UsageError(
+                f"option {nested_keys[0]!r} is given, but no {nested.kind}'s name."
+                f" Name one as option {field.name!r} (available: {', '.join(nested.available())})."
+            )
+        nested_options = {key.removeprefix(prefix): options.pop(key) for key in nested_keys}
+        options[field.name] = nested.create(name, **nested_options)
+
+    def _refuse_options_of_others(self, cls: type[Options], name: str, options: Iterable[str]) -> None:
+        """Raises ``UsageError`` for an option that the class lacks and others of the tree have."""
+        for option_name in options:
+            if option_name in cls.option_names():
+                continue
+            owners = [owner for owner in self.in_tree() if option_name in self.get(owner).option_names()]
+            if owners:
+                raise UsageError(
+                    f"option {option_name!r} belongs to {self.kind} {' and '.join(owners)}, not to {name!r}."
+                    f" Leave it out, or choose {owners[0]!r}."
+                )
+
     def check_complete(self, cls: type, name: str, options: Iterable[str] = ()) -> None:
         """Raises ``UsageError`` for a user's class, given as ``name`` with ``options``, that cannot be made."""
-        label, written = f"{self.kind} {name!r}: {cls.__qualname__}", "@dataclass(frozen=True, kw_only=True)"
+        label = f"{self.kind} {name!r}: {cls.__qualname__}"
         missing = ", ".join(sorted(getattr(cls, "__abstractmethods__", ())))
         if missing:
-            fix = "Write it; `ngrpo new` writes a file with every method"
-            raise UsageError(f"{label} does not define {missing}, which {self._base_name} leaves to it. {fix}.")
-        own = vars(cls)
-        declared = [hint for hint in own.get("__annotations__", {}).values() if "ClassVar" not in str(hint)]
-        if "__dataclass_fields__" not in own and ("__init__" in own or declared):
-            fix = f'Write {written} above the class, and each option as a field: share: float = option(0.5, "help")'
-            raise UsageError(f"{label} is not a dataclass, so its options are not seen. {fix}.")
+            raise UsageError(
+                f"{label} does not define {missing}, which {self._base_name} leaves to it."
+                " Write it; `ngrpo new` writes a file with every method."
+            )
+        attributes = vars(cls)
+        is_dataclass = "__dataclass_fields__" in attributes
+        annotations = attributes.get("__annotations__", {}).values()
+        has_fields = any("ClassVar" not in str(annotation) for annotation in annotations)
+        if not is_dataclass and ("__init__" in attributes or has_fields):
+            raise UsageError(
+                f"{label} is not a dataclass, so its options are not seen."
+                " Write @dataclass(frozen=True, kw_only=True) above the class,"
+                ' and each option as a field: share: float = option(0.5, "help").'
+            )
         for field in dataclasses.fields(cls):
-            owner = next((base for base in cls.__mro__[1:] if isroutine(vars(base).get(field.name))), None)
-            if owner is not None:
-                hidden = f"{owner.__name__}.{field.name}, a method that is called"
-                raise UsageError(f"{label}: its option {field.name!r} hides {hidden}. Give it another name.")
+            for base in cls.__mro__[1:]:
+                if isroutine(vars(base).get(field.name)):
+                    raise UsageError(
+                        f"{label}: its option {field.name!r} hides {base.__name__}.{field.name}, a method that is"
+                        " called. Give it another name."
+                    )
             has_default = (field.default, field.default_factory) != (dataclasses.MISSING, dataclasses.MISSING)
             if field.init and not has_default and field.name not in options:
                 raise UsageError(f"{label} has no default for its option {field.name!r}. Give it one.")
@@ -157,10 +212,13 @@ class Registry:
         if source is not None:
             return f"{source.filename}:{cls.__qualname__}"
         target = f"{cls.__module__}:{cls.__qualname__}"
-        own = vars(cls).get("name")  # its own: an inherited name is another one's
-        if own in self.in_tree():
-            return own
-        return next((name for name, point in self.installed().items() if point.value == target), target)
+        name = vars(cls).get("name")  # not an inherited name, which belongs to the base class
+        if name in self.in_tree():
+            return name
+        for installed_name, point in self.installed().items():
+            if point.value == target:
+                return installed_name
+        return target
 
     def source(self, cls: type) -> str | None:
         """The packed text of a class's file; None for a class of an importable module."""
@@ -168,39 +226,44 @@ class Registry:
         return None if source is None else source.packed
 
     def _from_file(self, name: str, path: str, attribute: str, source: str | None) -> type:
+        """The class ``attribute`` of a file; the file's only one of this kind where ``attribute`` is empty."""
         label = f"{self.kind} {name!r}"
-        before = [(r, dict(r.registered)) for r in Registry.instances]
-        try:
-            module = user_files.from_file(path, label) if source is None else user_files.from_text(path, source, label)
-        except ValueError:
-            for registry, registered in before:  # a file may register something and then fail
-                registry.registered = registered
-            raise
-        base, file = self.base_class(), Path(path).name
-        classes = {k: v for k, v in vars(module).items() if isinstance(v, type)}
-        own = {k: v for k, v in classes.items() if issubclass(v, base) and v.__module__ == module.__name__}
+        module = _run_file(path, source, label)
+        base = self.base_class()
+        file = Path(path).name
+        defined = {
+            attribute: value
+            for attribute, value in vars(module).items()
+            if isinstance(value, type) and value.__module__ == module.__name__
+        }
+        of_kind = {attribute: cls for attribute, cls in defined.items() if issubclass(cls, base)}
         if not attribute:
-            named = {k: v for k, v in own.items() if v in self.registered.values()} or own
-            if len(named) > 1:
-                choice = ", ".join(f"{path}:{k}" for k in named)
+            registered = [attribute for attribute, cls in of_kind.items() if cls in self.registered.values()]
+            candidates = registered or list(of_kind)
+            if len(candidates) > 1:
+                choice = ", ".join(f"{path}:{candidate}" for candidate in candidates)
                 raise UsageError(f"{label}: {file} holds several {self.kind}s. Name one of them: {choice}.")
-            attribute = next(iter(named), "")
+            attribute = candidates[0] if candidates else ""
         cls = getattr(module, attribute, None) if attribute else None
         if isinstance(cls, type) and issubclass(cls, base) and cls is not base:
             return _named(cls, self.address(cls))
-        if not own:
-            others = [k for k, v in classes.items() if v.__module__ == module.__name__]
-            seen = f" It defines {', '.join(others)}." if others else " It defines no class."
-            raise UsageError(f"{label}: {file} holds no {self.kind}.{seen} Derive one from {self._base_name}.")
-        hint = f"{nearest(attribute, own)} It holds: {', '.join(own)}"
-        raise UsageError(f"{label}: {file} has no {self.kind} {attribute!r}.{hint}.")
+        if not of_kind:
+            contents = f"It defines {', '.join(defined)}." if defined else "It defines no class."
+            raise UsageError(f"{label}: {file} holds no {self.kind}. {contents} Derive one from {self._base_name}.")
+        raise UsageError(
+            f"{label}: {file} has no {self.kind} {attribute!r}.{nearest(attribute, of_kind)}"
+            f" It holds: {', '.join(of_kind)}."
+        )
 
     def _from_module(self, name: str, target: str) -> type:
+        """The class at ``package.module:Name``."""
         try:
             cls = pkgutil.resolve_name(target)
-        except Exception as error:  # a stranger's module may raise anything
-            fix = "Install its package, put its folder on PYTHONPATH, or name its file: ./file.py:Name"
-            raise UsageError(f"{self.kind} {name!r}: cannot load {target!r} ({error}). {fix}.") from error
+        except Exception as error:  # importing a user's module may raise anything
+            raise UsageError(
+                f"{self.kind} {name!r}: cannot load {target!r} ({error})."
+                " Install its package, put its folder on PYTHONPATH, or name its file: ./file.py:Name."
+            ) from error
         if not (isinstance(cls, type) and issubclass(cls, self.base_class())):
             raise UsageError(f"{self.kind} {name!r}: {target!r} is not a subclass of {self._base_name}.")
         return _named(cls, name)
@@ -218,11 +281,26 @@ class Registry:
 
     @property
     def _base_name(self) -> str:
+        """The base class in messages, as ``package.Name``."""
         return self.base.replace(":", ".")
 
 
+def _run_file(path: str, source: str | None, label: str) -> ModuleType:
+    """The module of a file, or of its packed text; where it fails, what it has registered is taken back."""
+    registered_before = [(registry, dict(registry.registered)) for registry in Registry.instances]
+    try:
+        if source is None:
+            return user_files.from_file(path, label)
+        return user_files.from_text(path, source, label)
+    except ValueError:
+        for registry, registered in registered_before:
+            registry.registered = registered
+        raise
+
+
 def _named(cls: type, name: str) -> type:
-    if "name" not in vars(cls):  # its own: an inherited name is another one's
+    """The class, with this name unless it has one; an inherited name belongs to its base class."""
+    if "name" not in vars(cls):
         cls.name = name
     return cls
 
@@ -231,14 +309,20 @@ def _same(one: type, two: type) -> bool:
     """Whether two classes are one: the same module imported again, or a file that was edited or run as a script."""
     if one.__qualname__ != two.__qualname__:
         return False
-    first, second = (user_files.origin(cls.__module__) for cls in (one, two))
-    if first is None and second is None:
+    if user_files.origin(one.__module__) is None and user_files.origin(two.__module__) is None:
         return one.__module__ == two.__module__
-    stems = [cls.__module__.rpartition(".")[2] for cls in (one, two)]
-    names = [stem if source is None else source.filename[:-3] for stem, source in zip(stems, (first, second))]
-    return names[0] == names[1]
+    return _file_stem(one) == _file_stem(two)
 
 
+def _file_stem(cls: type) -> str:
+    """The name of the file that defines the class, without ``.py``."""
+    source = user_files.origin(cls.__module__)
+    if source is not None:
+        return source.filename.removesuffix(".py")
+    return cls.__module__.rpartition(".")[2]
+
+
+# Modules that hold several classes, and the names of these.
 _METHODS = {
     "latent": ("latent", "lepo"),
     "learned": ("hrpo", "tarpo"),
@@ -256,6 +340,11 @@ buffers = Registry(
     "replay buffer", "perturbations:ReplayBuffer", "perturbations.replay.buffers", "ngrpo.replay_buffers"
 )
 
-available, get, address = perturbations.available, perturbations.get, perturbations.address
-register, create = perturbations.register, perturbations.create
-register_gate, create_gate, register_buffer = gates.register, gates.create, buffers.register
+available = perturbations.available
+get = perturbations.get
+address = perturbations.address
+register = perturbations.register
+create = perturbations.create
+register_gate = gates.register
+create_gate = gates.create
+register_buffer = buffers.register

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every seed of a run is `trajectory_seed` of its engine's seed, its prompt (or the request's seed) and the number of
-the response. The draws made from it: `streams.py`.
+"""The seed of a trajectory: `trajectory_seed` of the engine's seed, of the prompt or the request's seed, and of the
+response's number. `streams.py` makes all draws of the trajectory from it.
 """
 
 import hashlib
@@ -10,14 +10,14 @@ from collections.abc import Sequence
 import numpy as np
 
 SEED_BYTES = 6
-# Responses to one prompt in one round; the next round's numbers follow.
+# The most responses to one prompt in one round. The numbers of round r begin at r times this.
 MOST_ANSWERS = 1 << 20
-# A server counts this many prompts without a seed; it forgets the oldest.
-_PROMPTS_KNOWN = 1 << 20
+# A server counts the responses to this many prompts without a seed. Beyond that it forgets the oldest prompt.
+_PROMPTS_COUNTED = 1 << 20
 
 
 def trajectory_seed(*parts: int | str | bytes) -> int:
-    """Hashes identifying parts to one seed in [0, 2^48); their order and boundaries matter."""
+    """Hashes what identifies a trajectory to one seed in [0, 2^48); the parts' order and boundaries matter."""
     digest = hashlib.blake2b(digest_size=SEED_BYTES)
     for part in parts:
         data = part if isinstance(part, bytes) else str(part).encode()
@@ -31,12 +31,14 @@ def of_engine(perturbation: int, engine: int) -> int:
 
 
 def of_prompt(tokens: Sequence[int], pictures: bytes = b"") -> int:
-    """The identity of a prompt, from its token ids and its pictures' identity, empty for none."""
-    return trajectory_seed(*filter(None, [np.asarray(tokens, dtype=np.int64).tobytes(), pictures]))
+    """The identity of a prompt, from its token ids and its pictures' identity, which is empty without pictures."""
+    token_bytes = np.asarray(tokens, dtype=np.int64).tobytes()
+    identifying_parts = [data for data in (token_bytes, pictures) if data]
+    return trajectory_seed(*identifying_parts)
 
 
 def of_row_and_prompt(tokens: Sequence[int], row: int) -> int:
-    """The seed of a dataset's row that may lack a number of its own."""
+    """The seed of a dataset's row, from its prompt and its number among the rows."""
     return trajectory_seed(np.asarray(tokens, dtype=np.int64).tobytes(), row)
 
 
@@ -45,13 +47,15 @@ class AnswerNumbers:
 
     def __init__(self) -> None:
         self._round = 0
-        self._asked: Counter[str] = Counter()
+        self._responses: Counter[str] = Counter()  # by prompt, in this round
 
     def next(self, prompt: str, round_: int) -> int:
+        """The number of the next response to a prompt in a round."""
         if round_ != self._round:
-            self._round, self._asked = round_, Counter()
-        number = self._asked[prompt]
-        self._asked[prompt] += 1
+            self._round = round_
+            self._responses = Counter()
+        number = self._responses[prompt]
+        self._responses[prompt] += 1
         return round_ * MOST_ANSWERS + number
 
 
@@ -60,13 +64,15 @@ class PromptCounts:
 
     def __init__(self, rank: int = 0) -> None:
         self._first = rank << 32
-        self._asked: OrderedDict[int, int] = OrderedDict()
+        self._responses: OrderedDict[int, int] = OrderedDict()  # by prompt; the one asked last is at the end
 
     def __len__(self) -> int:
-        return len(self._asked)
+        return len(self._responses)
 
     def next(self, prompt: int) -> int:
-        times = self._asked[prompt] = self._asked.pop(prompt, 0) + 1
-        if len(self._asked) > _PROMPTS_KNOWN:
-            self._asked.popitem(last=False)
-        return self._first + times
+        """The number of the next response to a prompt, from 1 on within the rank's range."""
+        count = self._responses.pop(prompt, 0) + 1
+        self._responses[prompt] = count
+        if len(self._responses) > _PROMPTS_COUNTED:
+            self._responses.popitem(last=False)
+        return self._first + count

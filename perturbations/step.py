@@ -24,13 +24,14 @@ class Step:
         logits: z̃ = z / temperature, before any top-k, top-p or min-p.
         sampled: the tokens that the request's sampling chose, among ``drawable``.
         temperature: the sampling temperature; 1 for a greedy request.
-        seeds, positions: of the trajectories, and the tokens' positions in them.
+        seeds: the trajectories' seeds.
+        positions: the positions of the sampled tokens in their trajectories, counted from the first prompt token.
         embeddings: the model's embeddings and neighbor indices.
         drawable: the logits, -inf where the request excludes a token; None where it excludes none.
-        keys: the streams' keys at these positions that were computed before.
-        summary: of ``logits``, which spares further passes over them.
-        hidden, module: the last hidden states, in the model's dtype, and the perturbation's learned parameters; None
-            without ``reads_hidden``.
+        keys: the keys of random streams at these positions, for the streams whose keys are computed already.
+        summary: block maxima and sums of ``logits``, which spare further passes over the vocabulary.
+        hidden: the last hidden states, in the model's dtype; None without ``reads_hidden``.
+        module: the perturbation's learned parameters; None without ``reads_hidden``.
     """
 
     logits: Float[Tensor, "rows vocabulary"]
@@ -45,22 +46,26 @@ class Step:
     hidden: Float[Tensor, "rows hidden"] | None = None
     module: nn.Module | None = None
 
-    stream: ClassVar[streams.Stream] = streams.Stream.WEIGHTS  # of the draws
+    stream: ClassVar[streams.Stream] = streams.Stream.WEIGHTS  # the random stream that the methods below draw from
 
     def top(self, k: int) -> tuple[Tensor, Tensor]:
         """The k largest logits and their tokens, largest first: values (B, k) float32 and ids (B, k) int64."""
-        return row_blocks.largest(self.logits, k, None if self.summary is None else self.summary.maxima)
+        maxima = None if self.summary is None else self.summary.maxima
+        return row_blocks.largest(self.logits, k, maxima)
 
     def log_total(self, scale: Tensor | None = None) -> Tensor:
         """log Σ exp(scale · z̃), (B,) float32; ``scale`` > 0 (B, 1), None for 1."""
-        known, looks = self.summary, self.logits.device.type == "cpu" and not torch.compiler.is_compiling()
-        if scale is None or (looks and (scale.numpy() == 1.0).all()):
-            return row_blocks.log_total(self.logits) if known is None else known.log_total
-        return row_blocks.log_total(self.logits * scale, None if known is None else known.maxima * scale)
+        if scale is None or _is_seen_to_be_one(scale):
+            if self.summary is None:
+                return row_blocks.log_total(self.logits)
+            return self.summary.log_total
+        scaled_maxima = None if self.summary is None else self.summary.maxima * scale
+        return row_blocks.log_total(self.logits * scale, scaled_maxima)
 
     def entropy(self) -> Tensor:
         """The entropy of softmax(z̃) in nats, (B,) float32."""
-        return row_blocks.entropy(self.logits, None if self.summary is None else self.summary.log_total)
+        log_total = None if self.summary is None else self.summary.log_total
+        return row_blocks.entropy(self.logits, log_total)
 
     def uniform(self, n: int | Tensor) -> Tensor:
         """(B, n) uniform draws in (0, 1), the same wherever and whenever the position is computed.
@@ -83,51 +88,81 @@ class Step:
 
     def keys_of(self, stream: streams.Stream) -> Tensor:
         """The keys of a stream at these positions, (B,) int64."""
-        known = self.keys.get(stream)
-        return streams.keys(self.seeds, self.positions, stream) if known is None else known
+        computed_keys = self.keys.get(stream)
+        if computed_keys is None:
+            return streams.keys(self.seeds, self.positions, stream)
+        return computed_keys
 
     def draws(self, n: int, distinct: bool = False) -> Tensor:
         """(B, n) further tokens, each drawn as ``sampled`` was, among tokens that the request allows.
 
         ``distinct``: without replacement, also of ``sampled``, which is repeated where no other token is left.
         """
-        # First a block of tokens by its total, then a token within it: a hash for each of the vocabulary would cost
-        # more than all the rest of a step.
-        logits, keys = self.logits if self.drawable is None else self.drawable, self.keys_of(self.stream)
-        blocks = row_blocks.blocks(logits)
-        summary = self.summary if self.drawable is None else None
-        totals = blocks.logsumexp(dim=-1) if summary is None else summary.log_totals
-        count = totals.shape[1]
-        each, places = (torch.arange(size, device=logits.device) for size in (count, BLOCK))
+        # A draw chooses a block of 64 tokens by the block's total probability, then a token within that block. One hash
+        # for every token of the vocabulary would cost more than the rest of a step.
+        logits = self.logits if self.drawable is None else self.drawable
+        keys = self.keys_of(self.stream)
+        blocks = row_blocks.blocks(logits)  # (B, V / 64, 64)
+        if self.drawable is None and self.summary is not None:
+            block_totals = self.summary.log_totals  # (B, V / 64)
+        else:
+            block_totals = blocks.logsumexp(dim=-1)
+        block_count = block_totals.shape[1]
+        block_numbers = torch.arange(block_count, device=logits.device)
+        places = torch.arange(BLOCK, device=logits.device)
 
-        def without(taken: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
-            """The logits of some blocks (B, m), without the tokens taken (B, t), and their ids: (B, m, 64) each."""
-            tokens = chosen.unsqueeze(-1) * BLOCK + places
-            inside = blocks.gather(1, chosen.unsqueeze(-1).expand(-1, -1, BLOCK))
+        drawn = self.sampled.unsqueeze(-1)  # (B, 1), then a column more with every draw
+        for draw in range(n):
+            excluded = drawn if distinct else None
+            remaining_totals = block_totals
             if distinct:
-                gone = (tokens.unsqueeze(-1) == taken[:, None, None]).any(dim=-1)
-                inside = torch.where(gone, -torch.inf, inside)
-            return inside, tokens
+                # Sum the blocks of the excluded tokens again. Subtracting these tokens would round a small rest away.
+                affected_blocks = drawn // BLOCK
+                remaining_logits, _ = _tokens_of_blocks(blocks, affected_blocks, places, excluded)
+                remaining_totals = block_totals.scatter(1, affected_blocks, remaining_logits.logsumexp(dim=-1))
 
-        drawn = self.sampled.unsqueeze(-1)
-        for j in range(n):
-            first = j * (count + count * BLOCK)  # counters of this draw: one for each block, one for each token
-            left = totals
-            if distinct:  # sums again and not by difference, which would round a small rest away
-                affected = drawn // BLOCK
-                left = totals.scatter(1, affected, without(drawn, affected)[0].logsumexp(dim=-1))
-            chosen = _race(left, keys, first + each)
-            inside, tokens = without(drawn, chosen.unsqueeze(1))
-            token = chosen * BLOCK + _race(inside[:, 0], keys, first + count + tokens[:, 0])
+            # The counters of a draw: one for each block, then one for each token.
+            first_block_counter = draw * (block_count + block_count * BLOCK)
+            first_token_counter = first_block_counter + block_count
+            block = _race(remaining_totals, keys, first_block_counter + block_numbers)  # (B,)
+            token_logits, tokens = _tokens_of_blocks(blocks, block.unsqueeze(1), places, excluded)  # (B, 1, 64) each
+            place = _race(token_logits[:, 0], keys, first_token_counter + tokens[:, 0])  # (B,), within the block
+            token = block * BLOCK + place
             if distinct:
-                token = torch.where(left.amax(dim=-1) > -torch.inf, token, self.sampled)
+                some_token_is_left = remaining_totals.amax(dim=-1) > -torch.inf
+                token = torch.where(some_token_is_left, token, self.sampled)
             drawn = torch.cat([drawn, token.unsqueeze(-1)], dim=-1)
         return drawn[:, 1:]
 
 
+def _is_seen_to_be_one(scale: Tensor) -> bool:
+    """Whether every scale is 1, on a CPU: elsewhere a look would wait for the device, and compiled code cannot look."""
+    if scale.device.type != "cpu" or torch.compiler.is_compiling():
+        return False
+    return bool((scale.numpy() == 1.0).all())
+
+
+def _tokens_of_blocks(blocks: Tensor, chosen: Tensor, places: Tensor, excluded: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The logits of the chosen blocks' tokens and the tokens' ids, (B, m, 64) each.
+
+    ``blocks``: logits, (B, V / 64, 64). ``chosen``: numbers of blocks, (B, m). ``places``: 0 to 63, (64,).
+    ``excluded``: tokens whose logits become -inf, (B, t).
+    """
+    tokens = chosen.unsqueeze(-1) * BLOCK + places
+    logits = blocks.gather(1, chosen.unsqueeze(-1).expand(-1, -1, BLOCK))
+    if excluded is not None:
+        is_excluded = (tokens.unsqueeze(-1) == excluded[:, None, None]).any(dim=-1)
+        logits = torch.where(is_excluded, -torch.inf, logits)
+    return logits, tokens
+
+
 def _race(logits: Tensor, keys: Tensor, counters: Tensor) -> Tensor:
-    """A draw from each row's distribution, (B,): the smallest of exponential draws over the probabilities."""
-    return (logits - streams.exponential(keys, counters).log()).argmax(dim=-1)
+    """Draws one column from each row's distribution softmax(logits), (B, n) to (B,).
+
+    The smallest of E_i / p_i wins, with E_i exponential draws: the largest of log p_i − log E_i (the Gumbel-max trick).
+    """
+    log_exponentials = streams.exponential(keys, counters).log()
+    return (logits - log_exponentials).argmax(dim=-1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,14 +182,18 @@ class GateStep(Step):
     @classmethod
     def of(cls, step: Step, generated: Tensor, state: Mapping[str, Tensor] | None = None) -> "GateStep":
         """A gate's view of a perturbation's step."""
-        return cls(**{f.name: getattr(step, f.name) for f in fields(step)}, generated=generated, state=state or {})
+        step_fields = {item.name: getattr(step, item.name) for item in fields(step)}
+        return cls(**step_fields, generated=generated, state=state or {})
 
 
 @dataclass(frozen=True)
 class Positions:
     """N positions of any trajectories, on the host, before there are logits: (N,) int64 each.
 
-    ``seeds``: of the trajectories. ``first``: their first generated positions. ``positions``: none below ``first``.
+    Attributes:
+        seeds: the seed of each position's trajectory.
+        first: the first generated position of that trajectory.
+        positions: the positions, each at least ``first``.
     """
 
     seeds: np.ndarray
@@ -162,11 +201,12 @@ class Positions:
     positions: np.ndarray
 
     def keys(self, stream: streams.Stream) -> np.ndarray:
+        """The keys of a stream at these positions, (N,) int64."""
         return streams.of_stream(self.mixed, stream)
 
     @cached_property
     def mixed(self) -> np.ndarray:
-        """The origin of all streams' keys, (N,) int64."""
+        """What the keys of all streams are computed from, (N,) int64."""
         return streams.of_positions(self.seeds, self.positions)
 
     @property
@@ -179,6 +219,10 @@ class Positions:
         return Positions(self.seeds[mask], self.first[mask], self.positions[mask])
 
     def uniform(self, n: int, at: np.ndarray | None = None) -> np.ndarray:
-        """(N, n) uniform draws in (0, 1), float32; ``at``: other positions (N,), which give the draws."""
-        keys = streams.keys(self.seeds, self.positions if at is None else at, streams.Stream.GATE_PLAN)
+        """(N, n) uniform draws in (0, 1), float32.
+
+        ``at``: other positions of the same trajectories, (N,) int64, whose draws are used instead.
+        """
+        positions = self.positions if at is None else at
+        keys = streams.keys(self.seeds, positions, streams.Stream.GATE_PLAN)
         return streams.uniform(torch.from_numpy(keys), n).numpy()

@@ -13,8 +13,8 @@ from perturbations.replay.packing import MOST_CANDIDATES
 def truncated(step: Step, k: int, top_p: float, top_p_of: str = "top_k") -> tuple[Tensor, Tensor]:
     """The k most likely tokens after top-p, and probabilities that sum to 1: (B, k) each, most likely first.
 
-    ``top_p_of``: the share is of the ``top_k``'s probability, or of the ``vocabulary``'s. The first id, with
-    probability 0, replaces a token cut by top-p.
+    ``top_p_of``: whether top-p is a share of the ``top_k`` tokens' probability, or of the ``vocabulary``'s. In place of
+    a token that top-p cuts, the row repeats its first id with probability 0.
     """
     values, ids = step.top(k)
     if top_p_of == "top_k":
@@ -23,31 +23,37 @@ def truncated(step: Step, k: int, top_p: float, top_p_of: str = "top_k") -> tupl
         probabilities = (values - step.log_total().unsqueeze(-1)).exp()
     if top_p < 1.0:
         nucleus = within_top_p(probabilities, top_p)
-        probabilities, ids = torch.where(nucleus, probabilities, 0.0), torch.where(nucleus, ids, ids[:, :1])
+        probabilities = torch.where(nucleus, probabilities, 0.0)
+        ids = torch.where(nucleus, ids, ids[:, :1])
     return ids, probabilities / probabilities.sum(dim=-1, keepdim=True)
 
 
 def winners(ids: Tensor, scores: Tensor) -> Tensor:
     """The token of each row's largest score: (B, k) each to (B,)."""
-    return ids.gather(-1, scores.argmax(dim=-1, keepdim=True)).squeeze(-1)
+    best = scores.argmax(dim=-1, keepdim=True)  # (B, 1)
+    return ids.gather(-1, best).squeeze(-1)
 
 
 def within_top_p(probabilities: Tensor, top_p: float) -> Tensor:
     """Which tokens, most likely first, are in the smallest set that holds ``top_p``, (B, n) bool; all of them at 1."""
-    # At 1 nothing is cut, though a float32 sum may reach 1 before the last token.
-    held = probabilities.cumsum(dim=-1) < (top_p if top_p < 1.0 else torch.inf)
-    # Counted rather than shifted by one: a shift would keep a GPU from doing it all in one kernel.
+    # At top_p = 1 nothing is cut, although a float32 sum may reach 1 before the last token.
+    limit = top_p if top_p < 1.0 else torch.inf
+    sum_is_below = probabilities.cumsum(dim=-1) < limit
+    # The set also holds the token that reaches the limit. The tokens before it are counted instead of shifting the mask
+    # by one place, because the compiler fuses a count into one kernel and not a shift.
     places = torch.arange(probabilities.shape[-1], device=probabilities.device)
-    return places <= held.sum(dim=-1, keepdim=True)
+    return places <= sum_is_below.sum(dim=-1, keepdim=True)
 
 
 def check_top_k(k: int, vocabulary: int, low: int = 1) -> None:
     """Raises ``UsageError`` where option ``k`` exceeds the vocabulary or a record's candidates, the token included."""
     most = min(vocabulary, MOST_CANDIDATES - 1)
-    if k > most:
-        limit = f"since a record holds at most {MOST_CANDIDATES} candidates of a position. Mix fewer tokens"
-        why = limit if most < vocabulary else "the model's vocabulary"
-        raise UsageError(f"perturbation option k={k}: must be in [{low}, {most}], {why}.")
+    if k <= most:
+        return
+    reason = "the model's vocabulary"
+    if most < vocabulary:
+        reason = f"since a record holds at most {MOST_CANDIDATES} candidates of a position. Mix fewer tokens"
+    raise UsageError(f"perturbation option k={k}: must be in [{low}, {most}], {reason}.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,11 +64,13 @@ class LikeliestTokens(Perturbation):
 
     @property
     def zero_mean_score(self) -> bool:
-        # Without a density the loss weighs the text's token, which may be the likeliest, or drawn from the k alone.
+        # Without a density the loss weighs the text's token. If that is not the sampled one, it may be the likeliest
+        # token or drawn among the k, so its score log π has a mean other than 0.
         return self.has_density or self.samples_text
 
     def check_model(self, vocabulary: int) -> None:
-        check_top_k(self.k, vocabulary, type(self).__dataclass_fields__["k"].metadata["low"])
+        lowest = type(self).__dataclass_fields__["k"].metadata["low"]
+        check_top_k(self.k, vocabulary, lowest)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A user's single Python file in other processes, which may not have it.
+"""A user's single Python file, also in processes on machines that do not have it.
 
-The spec carries its text, and every process makes a module of it, with the text's hash in the name: one class in all.
+The spec of a class carries the text of its file. Every process makes a module from the text. The hash of the text is in
+the module's name, so that all processes have the same class.
 """
 
 import ast
@@ -21,10 +22,10 @@ from types import ModuleType
 
 from perturbations.errors import UsageError, nearest
 
-# A spec may be one argument of a command (`--additional-config`), and Linux allows 128 KiB for one.
+# The longest packed text. A spec may be one argument of a command (`--additional-config`), and Linux allows 128 KiB.
 _LONGEST = 48 * 1024
 _PREFIX = "perturbation_file_"
-_MAIN = ("__main__", "__mp_main__")  # the latter: a script, imported again by a spawned process
+_MAIN = ("__main__", "__mp_main__")  # a process that multiprocessing spawns imports the script as the latter
 
 
 @dataclass(frozen=True)
@@ -50,11 +51,13 @@ def split(address: str) -> tuple[str, str] | None:
     path, _, name = address.rpartition(":")
     if path.endswith(".py"):
         return path, name
-    return (address, "") if address.endswith(".py") else None
+    if address.endswith(".py"):
+        return address, ""
+    return None
 
 
 def digest(packed: str) -> str:
-    """A short hash of a packed text, whichever zlib packed it."""
+    """A short hash of the text in a packed one: releases of zlib pack the same text to different bytes."""
     return _hash(_unpack(packed, "source"))
 
 
@@ -75,29 +78,39 @@ def from_file(path: str, label: str) -> ModuleType:
     """
     file = Path(path).expanduser()
     if not file.is_file():
-        known = next((s for s in _loaded.values() if s.filename == path), None)
-        if known is not None:  # its short name, as specs have it
-            return sys.modules[known.module]
-        folder, beside = file.parent, ": it is a folder. Name the Python file in it."
-        if not folder.is_dir():
-            beside = f": there is no folder {str(folder)!r} either."
-        elif not file.is_dir():
-            there = sorted(path.name for path in folder.glob("*.py"))
-            listing = ", ".join(there[:8] + ["…"] * (len(there) > 8)) or "none"
-            beside = f".{nearest(file.name, there)} Python files in {str(folder.resolve())!r}: {listing}."
-        raise UsageError(f"{label}: there is no file {path!r}{beside}")
+        # A spec names a file without its folder; the file may have been loaded from the spec's text.
+        loaded = next((source for source in _loaded.values() if source.filename == path), None)
+        if loaded is not None:
+            return sys.modules[loaded.module]
+        raise UsageError(f"{label}: there is no file {path!r}{_why_missing(file)}")
     text = _decode(file, label)
     _refuse_siblings(text, file, label)
     return _module(_packed(file.name, text, label), str(file.resolve()), label)
 
 
+def _why_missing(file: Path) -> str:
+    """The end of the message that a file is missing: what is in its place."""
+    folder = file.parent
+    if not folder.is_dir():
+        return f": there is no folder {str(folder)!r} either."
+    if file.is_dir():
+        return ": it is a folder. Name the Python file in it."
+    names = sorted(path.name for path in folder.glob("*.py"))
+    shown = names[:8]
+    if len(names) > 8:
+        shown.append("…")
+    listing = ", ".join(shown) or "none"
+    return f".{nearest(file.name, names)} Python files in {str(folder.resolve())!r}: {listing}."
+
+
 def fault(error: BaseException) -> str | None:
     """An error that arose in a user's file or below it, with the file's line; None for one that did not."""
-    files = {getattr(sys.modules.get(name), "__file__", None): source for name, source in _loaded.items()}
-    for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
-        where = frame.f_code.co_filename
-        if where in files:
-            return _in_words(error, where, files[where].filename)
+    source_of_path = {getattr(sys.modules.get(name), "__file__", None): source for name, source in _loaded.items()}
+    innermost_first = reversed(list(traceback.walk_tb(error.__traceback__)))
+    for frame, _ in innermost_first:
+        path = frame.f_code.co_filename
+        if path in source_of_path:
+            return _in_words(error, path, source_of_path[path].filename)
     return None
 
 
@@ -109,6 +122,7 @@ def from_text(filename: str, packed: str, label: str) -> ModuleType:
 
 
 def _module(source: UserFile, where: str, label: str) -> ModuleType:
+    """The module of a file's text, run once in a process; ``where``: its path in tracebacks."""
     if source.module in sys.modules:
         return sys.modules[source.module]
     main = origin("__main__")
@@ -116,13 +130,16 @@ def _module(source: UserFile, where: str, label: str) -> ModuleType:
         return sys.modules["__main__"]
     module = ModuleType(source.module)
     module.__file__ = where
+    # Tracebacks quote the text from here on machines that do not have the file.
     lines = source.text.splitlines(keepends=True)
-    linecache.cache[where] = (len(source.text), None, lines, where)  # for tracebacks where the file is not
-    sys.modules[source.module], _loaded[source.module] = module, source
+    linecache.cache[where] = (len(source.text), None, lines, where)
+    sys.modules[source.module] = module
+    _loaded[source.module] = source
     try:
         exec(compile(source.text, where, "exec", dont_inherit=True), module.__dict__)
     except (Exception, SystemExit) as error:
-        del sys.modules[source.module], _loaded[source.module]
+        del sys.modules[source.module]
+        del _loaded[source.module]
         raise UsageError(f"{label}: {_in_words(error, where, source.filename)}") from error
     return module
 
@@ -132,15 +149,22 @@ def _in_words(error: BaseException, where: str, filename: str) -> str:
     if isinstance(error, SyntaxError) and error.filename == where:
         line = (error.text or "").strip()
         return f"line {error.lineno} of {filename} is not Python: {error.msg}\n    {line}\nPlease fix that line."
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == where]
-    at = f"line {frames[-1].lineno} of {filename}" if frames else filename
-    source_line = f"\n    {frames[-1].line}" if frames and frames[-1].line else ""
-    what = f"{at} fails with {type(error).__name__}: {error}{source_line}"
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == where]
+    place = filename
+    quoted_line = ""
+    if frames:
+        innermost = frames[-1]
+        place = f"line {innermost.lineno} of {filename}"
+        if innermost.line:
+            quoted_line = f"\n    {innermost.line}"
+    failure = f"{place} fails with {type(error).__name__}: {error}{quoted_line}"
     if isinstance(error, ImportError):
-        return f"{what}\nThe module that it imports must be installed in this Python, and on every node of a cluster."
+        return (
+            f"{failure}\nThe module that it imports must be installed in this Python, and on every node of a cluster."
+        )
     if isinstance(error, SystemExit):
-        return f'{what}\nPut what is not a definition under `if __name__ == "__main__":`.'
-    return f"{what}\nPlease fix that line."
+        return f'{failure}\nPut what is not a definition under `if __name__ == "__main__":`.'
+    return f"{failure}\nPlease fix that line."
 
 
 def _refuse_siblings(text: str, file: Path, label: str) -> None:
@@ -152,17 +176,27 @@ def _refuse_siblings(text: str, file: Path, label: str) -> None:
     fix = "Workers get this file alone: use one file, or a package installed on every node, named package.module:Name."
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.level:
-            dots = "." * node.level + (node.module or "")
-            raise UsageError(f"{label}: line {node.lineno} of {file.name} imports {dots!r} relative to itself. {fix}")
-        if not isinstance(node, (ast.Import, ast.ImportFrom)):
+            module = "." * node.level + (node.module or "")
+            raise UsageError(f"{label}: line {node.lineno} of {file.name} imports {module!r} relative to itself. {fix}")
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [node.module or ""]
+        else:
             continue
-        names = [a.name for a in node.names] if isinstance(node, ast.Import) else [node.module or ""]
         for name in names:
-            top = name.partition(".")[0]
-            beside = (file.parent / f"{top}.py", file.parent / top / "__init__.py")
-            installed = {"perturbations", "ngrpo"} | sys.stdlib_module_names
-            if any(path.is_file() for path in beside) and top not in installed | packages_distributions().keys():
+            if _is_sibling(name.partition(".")[0], file.parent):
                 raise UsageError(f"{label}: line {node.lineno} of {file.name} imports {name!r} from its folder. {fix}")
+
+
+def _is_sibling(module: str, folder: Path) -> bool:
+    """Whether a top-level module is in the folder, and is neither Python's nor of an installed package."""
+    candidates = (folder / f"{module}.py", folder / module / "__init__.py")
+    if not any(path.is_file() for path in candidates):
+        return False
+    if module in ("perturbations", "ngrpo") or module in sys.stdlib_module_names:
+        return False
+    return module not in packages_distributions()
 
 
 def _decode(file: Path, label: str) -> str:
@@ -175,9 +209,10 @@ def _decode(file: Path, label: str) -> str:
 def _packed(filename: str, text: str, label: str) -> UserFile:
     packed = base64.b64encode(zlib.compress(text.encode(), 9)).decode()
     if len(packed) > _LONGEST:
-        size = f"{len(packed):,} bytes compressed, at most {_LONGEST:,}"
-        fix = "make it a package, installed on every node, and name it package.module:Name"
-        raise UsageError(f"{label}: {filename} is too long for a spec ({size}): {fix}.")
+        raise UsageError(
+            f"{label}: {filename} is too long for a spec ({len(packed):,} bytes compressed, at most {_LONGEST:,}):"
+            " make it a package, installed on every node, and name it package.module:Name."
+        )
     return UserFile(filename, text, packed)
 
 
@@ -185,8 +220,10 @@ def _unpack(packed: str, label: str) -> str:
     try:
         return zlib.decompress(base64.b64decode(packed, validate=True)).decode()
     except (binascii.Error, zlib.error, UnicodeDecodeError, TypeError, ValueError):
-        fix = "Leave 'source' out where there is the file, or take the whole spec from spec()"
-        raise UsageError(f"{label}: its 'source' is not the text of a file as spec() packs it. {fix}.") from None
+        raise UsageError(
+            f"{label}: its 'source' is not the text of a file as spec() packs it."
+            " Leave 'source' out where there is the file, or take the whole spec from spec()."
+        ) from None
 
 
 def _hash(text: str) -> str:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ngrpo.rollout.chunks import Chunks, ChunkTable, grown, ranges
 from perturbations.errors import require
-from perturbations.replay.trajectory import SamplingMask, as_words
+from perturbations.replay.sampling_mask import SamplingMask, as_words
 
 # Eight bytes of 0 or 1 times this number have them as the bits of the highest byte, the first as the lowest.
 _GATHER_BITS = 0x0102040810204080

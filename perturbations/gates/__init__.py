@@ -25,13 +25,17 @@ class Gate(Options):
     registry = gates
 
     def plan(self, positions: Positions) -> np.ndarray:
-        """Which of N positions of any trajectories are open, each judged alone; on the host: (N,) bool."""
+        """Which of N positions are open, (N,) bool. It runs on the host; the trajectories may be any.
+
+        Each position is judged alone, with no randomness but ``positions.uniform``.
+        """
         return np.ones(len(positions.positions), dtype=bool)
 
     def open(self, step: GateStep) -> Tensor:
-        """Which of B rows, each of another trajectory, the gate leaves open, from the logits; on the device: (B,) bool.
+        """Which of B rows the gate leaves open, from the logits, (B,) bool. It runs on the device.
 
-        Each row is judged alone, with no randomness but the step's, without ``.item()`` or an ``if`` on a tensor.
+        Each row is of another trajectory and is judged alone, with no randomness but the step's, and without a wait for
+        the device: no ``.item()``, no ``if`` on a tensor.
         """
         return torch.ones_like(step.sampled, dtype=torch.bool)
 
@@ -45,9 +49,12 @@ class Gate(Options):
     def advance(self, step: GateStep, fed: Tensor) -> Mapping[str, Tensor]:
         """The state after each of B positions, from ``step.state`` before it: (B,) by name, of any dtype.
 
-        It is called for every generated token, also where the perturbation or its other conditions left the position
-        alone. ``fed``: whether a perturbed input is fed there, (B,) bool. ``step.sampled``: the tokens in the text.
-        A position may be drawn again, with the same ``step.state``: nothing may be kept but what is returned. The rules
-        of :meth:`open` apply.
+        It is called for every generated token, also where the position is not perturbed. The rules of :meth:`open`
+        apply. The engine may draw a position again, with the same ``step.state``; so the result must be the only thing
+        that is kept.
+
+        Args:
+            step: with the tokens of the text as ``step.sampled``.
+            fed: whether a perturbed input is fed at each position, (B,) bool.
         """
         return step.state

@@ -16,10 +16,11 @@ from perturbations.registry import gates
 
 _Array = TypeVar("_Array", np.ndarray, Tensor)
 
-_NEVER = torch.iinfo(torch.int64).max
-# Tokens of a prompt's end that are read, beyond one for each byte of the text: whitespace after it.
+_NEVER = torch.iinfo(torch.int64).max  # the position where thinking ends, as long as it has not ended
+# The end of a prompt is searched for the text: one token for each byte of the text, and this many for white space
+# behind it.
 _MARGIN = 32
-# State is kept for this many latest positions, so that a position drawn again finds the one before it.
+# The states after this many latest positions are kept, since the engine may draw a position again.
 _POSITIONS = 8
 
 
@@ -44,10 +45,11 @@ class GateOptions(Options):
     def selects(self, positions: Positions) -> np.ndarray:
         """Which positions the draw, the schedule and the further gate's plan select, (N,) bool."""
         gate_keys = positions.keys(streams.Stream.GATE) if self.rate < 1.0 else None
-        return self.planned(positions, self.scheduled(positions.generated, gate_keys))
+        scheduled = self.scheduled(positions.generated, gate_keys)
+        return self.planned(positions, scheduled)
 
     def planned(self, positions: Positions, among: np.ndarray) -> np.ndarray:
-        """Which of the positions ``among``, (N,) bool, the further gate's plan selects, (N,) bool."""
+        """Which of the positions where ``among`` is True the further gate's plan selects; (N,) bool each."""
         if not isinstance(self.gate, Gate) or not among.any():
             return among
         selected = among.copy()
@@ -57,69 +59,91 @@ class GateOptions(Options):
     def scheduled(self, generated: _Array, gate_keys: _Array | None) -> Any:
         """Which positions the draw and the schedule select, (N,) bool: the same bits on the host and on the device.
 
-        ``generated``: earlier tokens of each response, (N,) int64. ``gate_keys``: of `Stream.GATE`, (N,) int64; None at
-        rate 1. Both are arrays, or tensors.
+        Args:
+            generated: the number of earlier tokens of each response, (N,) int64, an array or a tensor.
+            gate_keys: the keys of `Stream.GATE`, (N,) int64, of the same type; None at rate 1.
         """
-        since = generated - self.burn_in
-        selected = (since >= 0) & (since % self.every == 0)
-        if gate_keys is None or self.rate == 1.0:  # a draw is below 1 in any case
+        since_burn_in = generated - self.burn_in
+        selected = (since_burn_in >= 0) & (since_burn_in % self.every == 0)
+        if gate_keys is None or self.rate == 1.0:  # every uniform draw is below 1
             return selected
         return selected & streams.below(gate_keys, self.rate)
 
 
 class StopText:
-    """Finds a text of L bytes in tokens, across their borders, with a table of states.
+    """Finds a text of L bytes in a sequence of tokens, also where it begins and ends within tokens.
 
-    State s < L: the bytes read end with the text's first s bytes. State L: the latest token completed the text.
+    A finite automaton with L + 1 states (Knuth, Morris and Pratt). In state s < L the bytes read so far end with the
+    text's first s bytes. In state L the latest token completed the text. For ``</think>``, L = 8:
+
+        tokens   "so"  "."  "</"  "thi"  "nk>"
+        states      0    0     2      5      8
     """
 
     def __init__(self, text: str, token_bytes: Sequence[bytes], vocabulary: int, device: torch.device | str) -> None:
-        """``token_bytes``: of each token, by id; of V = ``vocabulary`` logits those without bytes change no state."""
-        self._text, self._bytes = text.encode(), [*token_bytes[:vocabulary]]
+        """``token_bytes``: of each token, by id. Tokens below V = ``vocabulary`` without bytes change no state."""
+        self._text = text.encode()
+        self._bytes = list(token_bytes[:vocabulary])
         self._bytes += [b""] * (vocabulary - len(self._bytes))
         self.complete = len(self._text)
-        after_byte = np.zeros((self.complete + 1, 256), dtype=np.int16)
+
+        after_byte = np.zeros((self.complete + 1, 256), dtype=np.int16)  # the state after a byte in a state
         for state, byte in itertools.product(range(self.complete + 1), set(self._text)):
-            after_byte[state, byte] = self._begun(self._text[:state] + bytes([byte]), self.complete)
-        lengths = np.array([len(each) for each in self._bytes])
-        starts = np.cumsum(lengths) - lengths
-        symbols = np.frombuffer(b"".join(self._bytes), dtype=np.uint8)
-        states = np.tile(np.arange(self.complete + 1, dtype=np.int16), (vocabulary, 1))
-        found = np.zeros_like(states, dtype=bool)
+            bytes_read = self._text[:state] + bytes([byte])
+            after_byte[state, byte] = self._matched_size(bytes_read, self.complete)
+
+        # All tokens at once, byte by byte: column j moves every token that has a byte j, from every state.
+        lengths = np.array([len(token) for token in self._bytes])  # (V,)
+        starts = np.cumsum(lengths) - lengths  # where each token's bytes begin in all_bytes
+        all_bytes = np.frombuffer(b"".join(self._bytes), dtype=np.uint8)
+        states = np.tile(np.arange(self.complete + 1, dtype=np.int16), (vocabulary, 1))  # (V, L + 1)
+        was_complete = np.zeros_like(states, dtype=bool)
         for column in range(int(lengths.max(initial=0))):
             rows = np.flatnonzero(lengths > column)
-            states[rows] = after_byte[states[rows], symbols[starts[rows] + column, None]]
-            found[rows] |= states[rows] == self.complete
-        states[found] = self.complete  # a text within a token stays complete
-        self.table = torch.from_numpy(states).to(device)  # the state after each token in each state
+            bytes_of_rows = all_bytes[starts[rows] + column]
+            states[rows] = after_byte[states[rows], bytes_of_rows[:, None]]
+            was_complete[rows] |= states[rows] == self.complete
+        states[was_complete] = self.complete  # also where the token goes on after the text
+        self.table = torch.from_numpy(states).to(device)  # the state after each token in each state, (V, L + 1) int16
 
-    def _begun(self, read: bytes, most: int) -> int:
-        """The size of the text's longest beginning, of at most ``most`` bytes, with which some bytes end."""
-        return next(size for size in range(most, -1, -1) if read.endswith(self._text[:size]))
+    def _matched_size(self, bytes_read: bytes, most: int) -> int:
+        """How many of the text's first bytes, at most ``most``, the bytes end with."""
+        size = most
+        while not bytes_read.endswith(self._text[:size]):
+            size -= 1
+        return size
 
     def after(self, states: Tensor, tokens: Tensor) -> Tensor:
         """The states (B,) int64 after ``tokens`` (B,) in ``states`` (B,)."""
         return self.table[tokens, states].long()
 
     def after_prompt(self, prompt: Sequence[int]) -> int:
-        """The state after a prompt: L where its text ends with this one, whitespace aside, as an empty thought does."""
-        # A picture's or a sound's placeholder may be beyond the vocabulary.
-        end = b"".join(self._bytes[token] for token in prompt[-self.complete - _MARGIN :] if token < len(self._bytes))
-        text = self._text.rstrip() or self._text  # one of white space alone is met in the response
-        return self.complete if end.rstrip().endswith(text) else self._begun(end, self.complete - 1)
+        """The state after a prompt: L where the prompt ends with the text and white space, as an empty thought does."""
+        latest_tokens = prompt[-self.complete - _MARGIN :]
+        # The placeholder of a picture or a sound may be a token beyond the vocabulary.
+        end = b"".join(self._bytes[token] for token in latest_tokens if token < len(self._bytes))
+        text = self._text.rstrip() or self._text  # a text of white space alone is searched as it is
+        if end.rstrip().endswith(text):
+            return self.complete
+        return self._matched_size(end, self.complete - 1)
 
 
 class BoundGate:
-    """A perturbation's gate in a rollout, for the trajectories of one worker: where is what is proposed fed?
+    """A perturbation's gate in a rollout, for the trajectories of one worker: decides where a proposal is fed.
 
-    On the host: the request is perturbed and its token kept; the rate's draw, the schedule and the further gate's plan
-    select the position. On the device: the request's sampling allows the proposed token, thinking continues, the
-    policy is uncertain enough, and the further gate is open. Then the proposed token is in the text. Its input is fed
-    unless the token is protected or ends the thinking, or the perturbation does not act there.
+    The proposed token is in the text where all of these hold:
+
+    1. on the host: the request is perturbed and its token is kept;
+    2. on the host: the rate's draw, the schedule and the further gate's plan select the position;
+    3. on the device: the request's top-k, top-p and min-p allow the proposed token;
+    4. on the device: thinking continues, the policy is uncertain enough, and the further gate is open.
+
+    Then the proposed input is fed too, unless the token is protected, or the token ends the thinking, or the
+    perturbation does not act at the position.
     """
 
-    # Each trajectory has a row: the states of `StopText` and of the further gate after its latest positions, and where
-    # its thinking ended. A position may be observed and drawn again.
+    # Each trajectory has a row in the tensors below. Position p's state is in column p % _POSITIONS, so that a position
+    # that the engine draws again finds the state of the position before it.
 
     def __init__(
         self,
@@ -131,17 +155,21 @@ class BoundGate:
     ) -> None:
         """``token_bytes`` gives the bytes of every token, by id; V = ``vocabulary``; ``rows``: trajectories at once."""
         self._options = options
-        # Where nothing is ever perturbed, no token needs to be seen.
-        until = options.until if options.rate > 0.0 else None
-        self._until = None if until is None else StopText(until, token_bytes(), vocabulary, device)
+        # At rate 0 nothing is ever perturbed, so it does not matter where thinking ends.
+        self._until: StopText | None = None
+        if options.until is not None and options.rate > 0.0:
+            self._until = StopText(options.until, token_bytes(), vocabulary, device)
         protected = protected_tokens(options.protect, token_bytes, vocabulary)
-        self._protected = None if protected is None else protected.to(device)
+        self._protected = None if protected is None else protected.to(device)  # (V,) bool
+        # The states of StopText after the latest positions, (rows, _POSITIONS).
         self._states = torch.zeros((rows, _POSITIONS), dtype=torch.int64, device=device)
+        # The position whose token ended the thinking, (rows,).
         self._ended = torch.full((rows,), _NEVER, dtype=torch.int64, device=device)
         self._further = options.gate if isinstance(options.gate, Gate) else None
-        start = {} if self._further is None else self._further.initial_state()
-        self._names = tuple(start)
-        self._start = torch.tensor([*start.values()], dtype=torch.float32, device=device)
+        initial_state = {} if self._further is None else self._further.initial_state()
+        self._names = tuple(initial_state)
+        self._start = torch.tensor([*initial_state.values()], dtype=torch.float32, device=device)  # (names,)
+        # The states of the further gate after the latest positions, (rows, _POSITIONS, names).
         self._own_states = self._start.repeat(rows, _POSITIONS, 1)
 
     @property
@@ -157,14 +185,18 @@ class BoundGate:
     @property
     def always_open(self) -> bool:
         """Whether every selected position passes, so that nothing needs to be evaluated on the device."""
-        options = self._options
-        return all(part is None for part in (self._until, self._protected, options.entropy_min, options.gate))
+        conditions = (self._until, self._protected, self._options.entropy_min, self._options.gate)
+        return all(condition is None for condition in conditions)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """All tensors that the gate reads on the device: its state, and tables that never change."""
-        tables = (None if self._until is None else self._until.table, self._protected, self._start)
-        return *self.state, *(table for table in tables if table is not None)
+        tensors = [*self.state, self._start]
+        if self._until is not None:
+            tensors.append(self._until.table)
+        if self._protected is not None:
+            tensors.append(self._protected)
+        return tuple(tensors)
 
     @property
     def state(self) -> tuple[Tensor, ...]:
@@ -172,17 +204,22 @@ class BoundGate:
         return self._ended, self._states, self._own_states
 
     def grow(self, rows: int) -> None:
-        """Makes room for more trajectories; the state of the present ones stays."""
-        more = rows - len(self._ended)
-        self._states = torch.cat([self._states, self._states.new_zeros((more, _POSITIONS))])
-        self._ended = torch.cat([self._ended, self._ended.new_full((more,), _NEVER)])
-        self._own_states = torch.cat([self._own_states, self._start.repeat(more, _POSITIONS, 1)])
+        """Makes room for ``rows`` trajectories; the state of the present ones stays."""
+        added = rows - len(self._ended)
+        self._states = torch.cat([self._states, self._states.new_zeros((added, _POSITIONS))])
+        self._ended = torch.cat([self._ended, self._ended.new_full((added,), _NEVER)])
+        self._own_states = torch.cat([self._own_states, self._start.repeat(added, _POSITIONS, 1)])
 
     def reset(self, row: int, prompt: Sequence[int] = ()) -> None:
-        """Starts a new trajectory in a row. It has ended already where its prompt ends with the text of ``until``."""
-        state = 0 if self._until is None else self._until.after_prompt(prompt)
+        """Starts a new trajectory in a row. Its thinking has ended if the prompt ends with the text of ``until``."""
+        state = 0
+        ended = _NEVER
+        if self._until is not None:
+            state = self._until.after_prompt(prompt)
+            if state == self._until.complete:
+                ended = -1  # before every position
         self._states[row] = state
-        self._ended[row] = -1 if self._until is not None and state == self._until.complete else _NEVER
+        self._ended[row] = ended
         if self.has_state:
             self._own_states[row] = self._start
 
@@ -192,15 +229,18 @@ class BoundGate:
         return self._further is not None and type(self._further).plan is not Gate.plan
 
     def scheduled(self, generated: Tensor, gate_keys: Tensor) -> Tensor:
-        """On the device, what :meth:`selected` asks of rate and schedule: (N,) bool, as `GateOptions.scheduled`."""
+        """The part of :meth:`selected` that the device can compute, rate and schedule; see `GateOptions.scheduled`."""
         return self._options.scheduled(generated, gate_keys)
 
     def planned(self, at: Positions, eligible: np.ndarray) -> np.ndarray:
-        """Which of the eligible rows the further gate's plan leaves open, (B,) bool; rate and schedule aside."""
+        """Which of the eligible rows the further gate's plan leaves open, (B,) bool, whatever rate and schedule say."""
         return self._options.planned(at, eligible)
 
     def selected(self, at: Positions, eligible: np.ndarray) -> np.ndarray:
-        """Which rows the host lets through, (G,) int64; ``eligible``: of requests to perturb, with tokens to keep."""
+        """The rows that the host selects, (G,) int64.
+
+        ``eligible``: rows of requests to perturb whose tokens are kept, (B,) bool.
+        """
         return (self._options.selects(at) & eligible).nonzero()[0]
 
     def verdict(
@@ -208,19 +248,28 @@ class BoundGate:
     ) -> tuple[Tensor, Tensor]:
         """Whether the proposed token is in the text, and whether its input is fed, at G positions: (G,) bool each.
 
-        ``rows``, ``first``: of the trajectories, and their first generated positions, (G,) int64. ``allowed``: whether
-        the request's filters leave the proposed token, (G,) bool. ``greedy``: argmax tokens of greedy rows, else -1.
+        Args:
+            step: the G positions that the host selected.
+            proposal: what the perturbation proposes there.
+            rows: the trajectories' rows in this gate, (G,) int64.
+            first: the trajectories' first generated positions, (G,) int64.
+            allowed: whether the request's top-k, top-p and min-p leave the proposed token, (G,) bool.
+            greedy: the likeliest token of a request at temperature 0, -1 for another request, (G,) int64; None where no
+                request is at temperature 0.
         """
-        # What the request's own sampling excludes (at temperature 0 all but the likeliest token) is never in its text:
-        # such a position stays unperturbed.
+        # A token that the request's own sampling excludes (at temperature 0 all but the likeliest) is never in its
+        # text. A position with such a proposal stays unperturbed.
         opened = allowed
         if greedy is not None:
             opened = opened & ((greedy < 0) | (greedy == proposal.tokens))
         fed = opened
         if not self.always_open:
             opened = opened & self.open(rows, step, first)
-            fed = opened & self.feeds(proposal.tokens, self.matched(rows, step.positions))
-        return opened, fed if proposal.acts is None else fed & proposal.acts
+            matched = self.matched(rows, step.positions)
+            fed = opened & self.feeds(proposal.tokens, matched)
+        if proposal.acts is not None:
+            fed = fed & proposal.acts
+        return opened, fed
 
     def open(self, rows: Tensor, step: Step, first: Tensor) -> Tensor:
         """Whether thinking continues, the policy is uncertain enough and the further gate is open: (B,) bool."""
@@ -233,18 +282,22 @@ class BoundGate:
 
     def _seen(self, rows: Tensor, step: Step, first: Tensor) -> GateStep:
         """What the further gate sees at each position."""
+        generated = step.positions - first
         if not self.has_state:
-            return GateStep.of(step, step.positions - first)
-        state = dict(zip(self._names, self._own_states[rows, (step.positions - 1) % _POSITIONS].unbind(-1)))
-        return GateStep.of(step, step.positions - first, state)
+            return GateStep.of(step, generated)
+        previous_column = (step.positions - 1) % _POSITIONS
+        state_values = self._own_states[rows, previous_column]  # (B, names)
+        state = dict(zip(self._names, state_values.unbind(-1)))
+        return GateStep.of(step, generated, state)
 
     def advance(self, rows: Tensor, step: Step, first: Tensor, fed: Tensor, kept: Tensor) -> None:
         """Moves the further gate's state past B positions with ``kept`` tokens; ``fed``: perturbed, (B,) bool."""
         if self._further is None:
             return
-        after, at = self._further.advance(self._seen(rows, step, first), fed), step.positions % _POSITIONS
-        state = torch.stack([after[name].float() for name in self._names], dim=-1)
-        self._own_states[rows, at] = torch.where(kept.unsqueeze(-1), state, self._own_states[rows, at])
+        state_by_name = self._further.advance(self._seen(rows, step, first), fed)
+        state = torch.stack([state_by_name[name].float() for name in self._names], dim=-1)  # (B, names)
+        column = step.positions % _POSITIONS
+        self._own_states[rows, column] = torch.where(kept.unsqueeze(-1), state, self._own_states[rows, column])
 
     def matched(self, rows: Tensor, positions: Tensor) -> Tensor:
         """The states of `StopText` before each position, (B,) int64."""
@@ -253,27 +306,36 @@ class BoundGate:
     def feeds(self, tokens: Tensor, matched: Tensor) -> Tensor:
         """Which proposed tokens (B,) may be fed perturbed, (B,) bool, with the states of :meth:`matched`.
 
-        The others are fed as they are: another token in the text would make them rarer than under the policy.
+        A protected token, and one that ends the thinking, stays in the text and is fed unperturbed: replacing it by
+        another token would make it rarer than under the policy.
         """
         fed = torch.ones_like(tokens, dtype=torch.bool)
         if self._until is not None:
             fed = self._until.after(matched, tokens) != self._until.complete
-        return fed if self._protected is None else fed & ~self._protected[tokens]
+        if self._protected is not None:
+            fed = fed & ~self._protected[tokens]
+        return fed
 
     def observe(
         self, rows: Tensor, positions: Tensor, tokens: Tensor, matched: Tensor, kept: Tensor | None = None
     ) -> None:
-        """Takes the tokens (B,) that were produced, or those ``kept`` (B,), with the states of :meth:`matched`."""
+        """Moves the states of ``until`` past the tokens (B,) in the text at ``positions`` (B,).
+
+        ``matched``: the states of :meth:`matched`. ``kept``: the rows whose tokens count, (B,) bool; None for all.
+        """
         if self._until is None:
             return
-        before, state = self._ended[rows], self._until.after(matched, tokens)
-        # A position that is drawn again forgets its own end of thinking and any later one.
-        now = torch.where(state == self._until.complete, positions, _NEVER)
-        now, at = torch.where(before < positions, before, now), positions % _POSITIONS
+        column = positions % _POSITIONS
+        state = self._until.after(matched, tokens)
+        # An end before this position stays. An end at or behind it is of an earlier draw of the position: forget it.
+        ended_before = self._ended[rows]
+        ended = torch.where(state == self._until.complete, positions, _NEVER)
+        ended = torch.where(ended_before < positions, ended_before, ended)
         if kept is not None:
-            now, state = torch.where(kept, now, before), torch.where(kept, state, self._states[rows, at])
-        self._ended[rows] = now
-        self._states[rows, at] = state
+            ended = torch.where(kept, ended, ended_before)
+            state = torch.where(kept, state, self._states[rows, column])
+        self._ended[rows] = ended
+        self._states[rows, column] = state
 
 
 def protected_tokens(protect: str | None, token_bytes: Callable[[], Sequence[bytes]], size: int) -> Tensor | None:
@@ -282,8 +344,8 @@ def protected_tokens(protect: str | None, token_bytes: Callable[[], Sequence[byt
         return None
     ids = protected_ids(protect, size)
     if protect == "digits":
-        texts = (each.decode(errors="ignore") for each in token_bytes()[:size])
-        ids = [i for i, text in enumerate(texts) if any(c.isdigit() for c in text)]
+        texts = [token.decode(errors="ignore") for token in token_bytes()[:size]]
+        ids = [token_id for token_id, text in enumerate(texts) if any(letter.isdigit() for letter in text)]
     mask = torch.zeros(size, dtype=torch.bool)
     mask[ids] = True
     return mask
@@ -293,13 +355,17 @@ def protected_ids(protect: str | None, size: int | None = None) -> list[int]:
     """The ids that an option ``protect`` lists, below V = ``size`` if given; none for ``digits``, which needs texts."""
     if protect is None or protect == "digits":
         return []
-    parts = [part.strip() for part in protect.split(",")]
-    wrong = next((part for part in parts if not (part.isascii() and part.isdecimal()) or len(part) > 18), None)
-    if wrong is not None:
-        allowed = "must be 'digits', or ids separated by commas, such as 13,198"
-        raise UsageError(f"perturbation option protect={protect!r}: {wrong!r} is no token id; {allowed}.")
-    ids = [int(part) for part in parts]
+    ids = []
+    for text in protect.split(","):
+        digits = text.strip()
+        if not (digits.isascii() and digits.isdecimal()) or len(digits) > 18:  # 18 digits fit into int64
+            raise UsageError(
+                f"perturbation option protect={protect!r}: {digits!r} is no token id;"
+                " must be 'digits', or ids separated by commas, such as 13,198."
+            )
+        ids.append(int(digits))
     if size is not None and max(ids) >= size:
-        wrong = f"id {max(ids)} is not in the model's [0, {size - 1}]"
-        raise UsageError(f"perturbation option protect={protect!r}: {wrong}.")
+        raise UsageError(
+            f"perturbation option protect={protect!r}: id {max(ids)} is not in the model's [0, {size - 1}]."
+        )
     return ids

@@ -33,8 +33,9 @@ class Bursts(Gate):
 
     def plan(self, positions: Positions) -> np.ndarray:
         """One draw for each stretch, at its first position."""
-        stretch = positions.positions - positions.generated % self.length
-        return positions.uniform(1, at=stretch)[:, 0] < self.share
+        first_of_stretch = positions.positions - positions.generated % self.length
+        draws = positions.uniform(1, at=first_of_stretch)[:, 0]  # (N,)
+        return draws < self.share
 
 
 @register_gate("top_margin")
@@ -46,8 +47,8 @@ class TopMargin(Gate):
 
     def open(self, step: GateStep) -> Tensor:
         """exp(z₁ - log Z) - exp(z₂ - log Z) ≤ margin."""
-        best = step.top(2)[0]
-        p = torch.exp(best - step.log_total().unsqueeze(-1))
+        best, _ = step.top(2)  # (B, 2)
+        p = torch.exp(best - step.log_total().unsqueeze(-1))  # (B, 2)
         return p[:, 0] - p[:, 1] <= self.margin
 
 
@@ -62,7 +63,8 @@ class Confidence(Gate):
 
     def open(self, step: GateStep) -> Tensor:
         """exp(z₁ - log Z) ≥ τ."""
-        return torch.exp(step.top(1)[0][:, 0] - step.log_total()) >= self.tau
+        best, _ = step.top(1)  # (B, 1)
+        return torch.exp(best[:, 0] - step.log_total()) >= self.tau
 
 
 @register_gate("swi")
@@ -80,7 +82,7 @@ class Swi(Gate):
     max_switches: int | None = option(None, "number of open blocks, after which the gate stays closed", low=1)
 
     def initial_state(self) -> Mapping[str, float]:
-        """The block: closed or open, its length, H̄; and how many open blocks have ended."""
+        """The block, as ``closed`` (1) or open (0), its ``length``, its ``reference`` H̄; the open blocks that ended."""
         return {"closed": 0, "length": 0, "reference": 0, "switches": 0}
 
     def open(self, step: GateStep) -> Tensor:
@@ -92,8 +94,11 @@ class Swi(Gate):
         return self._block(step)
 
     def _block(self, step: GateStep) -> dict[str, Tensor]:
-        state, entropy = step.state, step.entropy()
-        closed, begun = state["closed"] > 0, state["length"] > 0
+        """The state after each position, by the names of :meth:`initial_state`, (B,) each."""
+        state = step.state
+        entropy = step.entropy()
+        closed = state["closed"] > 0
+        begun = state["length"] > 0  # False at a response's first position
         ends = begun & ~closed & (entropy < state["reference"])
         opens = closed & (entropy > state["reference"]) & (state["length"] >= self.window)
         if self.max_switches is not None:

@@ -34,44 +34,53 @@ class Gaussian(Perturbation):
         if self.density == "gaussian" and self.sigma == 0.0:
             raise UsageError("perturbation option sigma=0: density='gaussian' needs noise. The default is 0.33.")
         if self.density == "gaussian" and self.base == "fuzzy":
-            why = "the token in the text is the argmax, which is never trained, and the embedding learns alone"
-            fix = "base='soft' trains the probabilities too"
-            warnings.warn(f"gaussian with base='fuzzy' and density='gaussian': {why}. {fix}.", stacklevel=3)
+            warnings.warn(
+                "gaussian with base='fuzzy' and density='gaussian': the token in the text is the argmax, which is never"
+                " trained, and the embedding learns alone. base='soft' trains the probabilities too.",
+                stacklevel=3,
+            )
 
     def propose(self, step: Step) -> Proposal:
         """e' = h + σ ε with h = E[token], E[argmax z] or Σ_v softmax(z/τ)_v E[v] over the k likeliest tokens.
 
         τ divides the raw logits z, so the sampling temperature is multiplied back in.
         """
-        tokens = step.top(1)[1].squeeze(-1) if self.base == "fuzzy" else step.sampled
+        tokens = step.sampled
+        if self.base == "fuzzy":
+            _, likeliest = step.top(1)  # (B, 1)
+            tokens = likeliest.squeeze(-1)
         mean = one_hot(tokens)
         if self.base == "soft":
-            values, ids = step.top(self.k)
+            values, ids = step.top(self.k)  # (B, k) each
             scale = step.temperature.unsqueeze(-1) / self.tau
             mean = InputEdit(ids, torch.softmax(values * scale, dim=-1))
         if self.sigma_of == "embedding":
-            rms = step.embeddings.rms().expand(step.sampled.shape[0])
+            rms = step.embeddings.rms().expand(step.sampled.shape[0])  # (B,)
         else:
-            rms = realise(mean, step.embeddings.lookup, None).float().square().mean(dim=-1).sqrt()
-        return Proposal(InputEdit(mean.ids, mean.weights, self.sigma * rms), tokens)
+            vectors = realise(mean, step.embeddings.lookup, noise_keys=None)  # (B, D)
+            rms = vectors.float().square().mean(dim=-1).sqrt()  # (B,)
+        edit = InputEdit(mean.ids, mean.weights, sigma=self.sigma * rms)
+        return Proposal(edit, tokens)
 
     def log_density(self, replayed: Replayed) -> Tensor:
         """log N(e'; h(θ), σ² I) at the policy that drew e', with gradient to h(θ): its score is ε/σ · ∂h."""
-        # e' − h is σ ε as it was drawn, not a difference of what rollout and trainer computed: in D dimensions that of
-        # logits which differ by 0.03 is as long as the noise itself.
-        edit, lookup = replayed.edit, replayed.lookup
-        sigma, keys = require(edit.sigma, "edit.sigma"), require(replayed.noise_keys, "noise_keys")
+        # e' − h is taken as σ ε, drawn again. The difference of the rollout's e' and the trainer's h would not do: if
+        # their logits differ by 0.03, it is as long in D dimensions as the noise itself.
+        edit = replayed.edit
+        sigma = require(edit.sigma, "edit.sigma")
+        noise_keys = require(replayed.noise_keys, "noise_keys")
         if self.base == "token":
-            mean = lookup(edit.ids[:, 0])
+            mean = replayed.lookup(edit.ids[:, 0])  # (N, D)
         elif self.base == "fuzzy":
-            mean = lookup(replayed.top(1)[:, 0])
+            mean = replayed.lookup(replayed.top(1)[:, 0])
         else:
-            ids = replayed.top(self.k)
-            weights = torch.softmax(replayed.at(ids) * (replayed.temperature / self.tau), dim=-1)
-            mean = (lookup(ids) * weights.unsqueeze(-1)).sum(dim=-2)  # in the weights' float32
+            ids = replayed.top(self.k)  # (N, k)
+            scale = replayed.temperature / self.tau
+            weights = torch.softmax(replayed.at(ids) * scale, dim=-1)  # (N, k)
+            mean = (replayed.lookup(ids) * weights.unsqueeze(-1)).sum(dim=-2)  # in the weights' float32
         mean = mean.float()
         with torch.no_grad():
-            noise = sigma.unsqueeze(-1) * streams.normal(keys, mean.shape[-1])
+            noise = sigma.unsqueeze(-1) * streams.normal(noise_keys, mean.shape[-1])  # (N, D)
         return densities.gaussian(noise, mean - mean.detach(), sigma)
 
     @property
@@ -91,4 +100,5 @@ class Gaussian(Perturbation):
         return self.has_density or self.draws_token
 
     def check_model(self, vocabulary: int) -> None:
-        check_top_k(self.k if self.base == "soft" else 1, vocabulary)
+        mixed_tokens = self.k if self.base == "soft" else 1
+        check_top_k(mixed_tokens, vocabulary)

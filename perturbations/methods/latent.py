@@ -36,33 +36,38 @@ class Latent(LikeliestTokens):
         if self.pool < self.k:
             raise UsageError(f"perturbation option pool={self.pool}: must be at least k={self.k}, the tokens mixed.")
         if self.has_density and self.tau < 0.5:
-            least = f"must be at least 0.5 with density={self.density!r} (the default is 1)"
-            why = "below, float32 weights cannot hold the noise. Raise it, or take density='token'"
-            raise UsageError(f"perturbation option tau={self.tau:g}: {least}: {why}.")
+            raise UsageError(
+                f"perturbation option tau={self.tau:g}: must be at least 0.5 with density={self.density!r} (the default"
+                " is 1): below, float32 weights cannot hold the noise. Raise it, or take density='token'."
+            )
         if self.density == "exact" and self.scale == 0.0:
             raise UsageError("perturbation option scale=0: density='exact' needs noise. Raise scale; the default is 1.")
 
     @property
     def zero_mean_score(self) -> bool:
-        return self.density == "exact"  # the release's is of other noise than is drawn
+        return self.density == "exact"  # the release's density is of another noise than the one that is drawn
 
     def propose(self, step: Step) -> Proposal:
         """y_i = log p_i + s (clamp(g_i, −1.5, 3) + 1.5); the k largest y; w = softmax(y / τ); the text: the largest.
 
         p is at temperature 1, over the smallest set of tokens that holds top_p, and at least over the k likeliest.
         """
-        scale = step.temperature.unsqueeze(-1)
-        values, ids = step.top(min(self.pool, step.logits.shape[-1]))
+        scale = step.temperature.unsqueeze(-1)  # z̃ times the temperature is z
+        pool = min(self.pool, step.logits.shape[-1])
+        values, ids = step.top(pool)  # (B, pool) each
         log_p = values * scale - step.log_total(scale).unsqueeze(-1)
         low, high = densities.GUMBEL_RANGE
-        scores = log_p + self.scale * (step.gumbel(ids).clamp(low, high) - low)
-        largest, at = torch.where(self._nucleus(log_p), scores, -torch.inf).topk(self.k, dim=-1)
+        noise = step.gumbel(ids).clamp(low, high) - low  # one-sided: from 0 on
+        scores = log_p + self.scale * noise
+        scores = torch.where(self._nucleus(log_p), scores, -torch.inf)
+        largest, places = scores.topk(self.k, dim=-1)  # (B, k) each
         normalizer = self.tau * torch.logsumexp(largest / self.tau, dim=-1) if self.has_density else None
         weights = torch.softmax(largest / self.tau, dim=-1)
         weights = torch.where(weights < densities.SMALLEST, 0.0, weights)
-        mixed = ids.gather(-1, at)
-        mixed = torch.where(weights > 0.0, mixed, mixed[:, :1])
-        return Proposal(InputEdit(mixed, weights, normalizer=normalizer), mixed[:, 0])
+        mixed_ids = ids.gather(-1, places)
+        mixed_ids = torch.where(weights > 0.0, mixed_ids, mixed_ids[:, :1])
+        edit = InputEdit(mixed_ids, weights, normalizer=normalizer)
+        return Proposal(edit, tokens=mixed_ids[:, 0])
 
     def _nucleus(self, log_p: Tensor) -> Tensor:
         """Which of the likeliest tokens, most likely first, take part: (B, n) bool for log p (B, n)."""
@@ -85,28 +90,39 @@ class Latent(LikeliestTokens):
         delta = torch.where(support, scores - replayed.log_probs(edit.ids, temperature=1.0), 0.0)
         terms = -delta - torch.exp(-delta)
         if self.one_sided and replayed.advantages is not None:
-            other = delta - torch.exp(delta)
-            turned = (replayed.advantages <= 0.0).unsqueeze(-1) & (delta < 0.0)
-            terms = torch.where(turned, terms.detach() + other - other.detach(), terms)
+            bounded = delta - torch.exp(delta)  # its gradient in log p is exp(Δ) − 1
+            uses_bounded = (replayed.advantages <= 0.0).unsqueeze(-1) & (delta < 0.0)
+            terms_with_bounded_gradient = terms.detach() + bounded - bounded.detach()
+            terms = torch.where(uses_bounded, terms_with_bounded_gradient, terms)
         return torch.where(support, terms, 0.0).sum(dim=-1) / support.sum(dim=-1).clamp_min(1)
 
     def _exact(self, replayed: Replayed, scores: Tensor, support: Tensor) -> Tensor:
-        """``exact``, of the scores (N, k) where there is ``support``: y_i = log p_i(θ) + s (g_i + 1.5), g Gumbel."""
-        # Clamped noise lies beyond its bound; that of a token of the nucleus which was not mixed, below what would have
-        # made it the last one mixed.
+        """The density ``exact``, (N,), of y_i = log p_i(θ) + s (g_i + 1.5) with Gumbel noise g.
+
+        ``scores``: y of the tokens mixed, (N, k). ``support``: where float32 kept their weights, (N, k) bool.
+        """
         low, high = densities.GUMBEL_RANGE
-        ids, gumbels = replayed.edit.ids, replayed.gumbel(replayed.edit.ids)
-        pool = replayed.top(min(self.pool, replayed.logits.shape[-1]))
-        both = replayed.log_probs(torch.cat([ids, pool], dim=-1), temperature=1.0)
-        own, log_p = both[:, : ids.shape[-1]], both[:, ids.shape[-1] :]
-        noise = (scores - own) / self.scale + low
-        log_density = densities.censored_gumbel(noise, gumbels <= low, gumbels >= high, support)
-        mixed = ((pool.unsqueeze(-1) == ids.unsqueeze(-2)) & support.unsqueeze(-2)).any(-1)
-        last = torch.where(support, scores, torch.inf).amin(dim=-1, keepdim=True)
-        beyond = (last - log_p) / self.scale + low
-        # From the upper bound on it says nothing: no noise is larger.
-        others = self._nucleus(log_p.detach()) & ~mixed & (beyond.detach() < high)
-        return log_density + densities.censored_gumbel(beyond, others, torch.zeros_like(others), others)
+        ids = replayed.edit.ids  # (N, k)
+        gumbels = replayed.gumbel(ids)
+        pool = replayed.top(min(self.pool, replayed.logits.shape[-1]))  # (N, pool)
+        log_p_of_all = replayed.log_probs(torch.cat([ids, pool], dim=-1), temperature=1.0)
+        log_p_of_mixed = log_p_of_all[:, : ids.shape[-1]]
+        log_p_of_pool = log_p_of_all[:, ids.shape[-1] :]
+
+        # The tokens mixed: their noise is known, or where it was clamped, that it lies beyond the bound.
+        noise = (scores - log_p_of_mixed) / self.scale + low
+        log_density = densities.censored_gumbel(noise, below=gumbels <= low, above=gumbels >= high, drawn=support)
+
+        # The other tokens of the nucleus: their noise lies below what would have put them among the tokens mixed. Where
+        # that is the upper bound of the noise or more, it says nothing.
+        was_mixed = ((pool.unsqueeze(-1) == ids.unsqueeze(-2)) & support.unsqueeze(-2)).any(-1)  # (N, pool)
+        least_mixed_score = torch.where(support, scores, torch.inf).amin(dim=-1, keepdim=True)  # (N, 1)
+        noise_to_be_mixed = (least_mixed_score - log_p_of_pool) / self.scale + low  # (N, pool)
+        not_mixed = self._nucleus(log_p_of_pool.detach()) & ~was_mixed & (noise_to_be_mixed.detach() < high)
+        nowhere = torch.zeros_like(not_mixed)
+        return log_density + densities.censored_gumbel(
+            noise_to_be_mixed, below=not_mixed, above=nowhere, drawn=not_mixed
+        )
 
 
 @register("lepo")
@@ -124,17 +140,20 @@ class LEPO(TopTokens):
 
     @property
     def zero_mean_score(self) -> bool:
-        return self.density == "exact"  # the token is the likeliest, and Σ w log π is no log-density
+        return self.density == "exact"  # the text's token is the likeliest, and Σ w log π is not a log-density
 
     def propose(self, step: Step) -> Proposal:
         """w = softmax((z̃ + g) / τ_g) over the tokens left; the text takes the likeliest, without the noise."""
-        ids, p = self.top(step)
-        noisy = torch.where(p > 0.0, p.log() + step.gumbel(ids), -torch.inf)
-        return Proposal(InputEdit(ids, torch.softmax(noisy / self.tau, dim=-1)), ids[:, 0])
+        ids, p = self.top(step)  # (B, k) each
+        noisy_log_p = torch.where(p > 0.0, p.log() + step.gumbel(ids), -torch.inf)
+        weights = torch.softmax(noisy_log_p / self.tau, dim=-1)
+        return Proposal(InputEdit(ids, weights), tokens=ids[:, 0])
 
     def log_density(self, replayed: Replayed) -> Tensor:
         """Σ_i w_i log π(i), π over the whole vocabulary; or the Gumbel-softmax density of w."""
-        weights, ids = replayed.edit.weights, replayed.edit.ids
+        ids = replayed.edit.ids
+        weights = replayed.edit.weights
         if self.density == "exact":
             return densities.concrete(weights, replayed.at(ids), self.tau, densities.distinct(ids))
-        return (weights * torch.where(weights > 0.0, replayed.log_probs(ids), 0.0)).sum(dim=-1)
+        log_probs = torch.where(weights > 0.0, replayed.log_probs(ids), 0.0)  # (N, k)
+        return (weights * log_probs).sum(dim=-1)

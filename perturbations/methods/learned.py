@@ -14,8 +14,8 @@ from perturbations.base import Replayed
 from perturbations.errors import require
 from perturbations.top_tokens import LikeliestTokens
 
-_C = 8.0
-_LARGEST_START = 0.999
+_C = 8.0  # c of HRPO's gate
+_LARGEST_START = 0.999  # the largest a at the start, of open gates
 
 
 @register("hrpo")
@@ -64,7 +64,8 @@ class HybridGate(nn.Module):
         self.w_i = nn.Parameter(torch.zeros(hidden_size, hidden_size))
         self.lambda_shift = nn.Parameter(torch.zeros(hidden_size))
         draws = streams.uniform(torch.zeros(1, dtype=torch.int64), hidden_size)[0].double()
-        softplus = -(start + (_LARGEST_START - start) * draws).log() / _C
+        start_of_a = start + (_LARGEST_START - start) * draws
+        softplus = -start_of_a.log() / _C  # softplus(Λ) where exp(−c · softplus(Λ)) is the start of a
         # A plain attribute and not a buffer: it stays in float32 when the model is cast.
         self.lambda_start = softplus.expm1().log().float()
 
@@ -77,17 +78,20 @@ class HybridGate(nn.Module):
 
     def forward(self, token: Tensor, mixture: Tensor) -> Tensor:
         """e' of e = ``token`` and r = ``mixture``, all (N, D) float32."""
-        if self.lambda_start.device != token.device:  # where a parameter was moved alone
+        if self.lambda_start.device != token.device:  # parameters may be moved without a call of _apply()
             self.lambda_start = self.lambda_start.to(token.device)
-        rate = nn.functional.softplus(self.lambda_start + self.lambda_shift.float())
-        log_a = -_C * rate * torch.sigmoid(nn.functional.linear(token, self.w_r.float()))
-        # 1 − a² without cancellation; never 0, where the square root has no gradient.
-        rest = (-torch.expm1(2.0 * log_a)).clamp_min(1e-12).sqrt()
-        return log_a.exp() * token + rest * torch.sigmoid(nn.functional.linear(token, self.w_i.float())) * mixture
+        softplus = nn.functional.softplus(self.lambda_start + self.lambda_shift.float())  # (D,)
+        open_gate = torch.sigmoid(nn.functional.linear(token, self.w_r.float()))  # σ(W_r e), (N, D)
+        log_a = -_C * softplus * open_gate
+        # √(1 − a²), by expm1 without cancellation, and never 0, where the square root has no gradient.
+        share_of_mixture = (-torch.expm1(2.0 * log_a)).clamp_min(1e-12).sqrt()
+        fed_token = log_a.exp() * token
+        input_gate = torch.sigmoid(nn.functional.linear(token, self.w_i.float()))  # σ(W_i e), (N, D)
+        return fed_token + share_of_mixture * input_gate * mixture
 
 
-_SPREAD = 0.001
-_NO_HIDDEN = "the last hidden states that the router reads"
+_SPREAD = 0.001  # standard deviation of the router's weights at the start
+_HIDDEN_STATES = "the last hidden states that the router reads"  # for messages
 
 
 @register("tarpo")
@@ -115,21 +119,24 @@ class TARPO(LikeliestTokens):
         Fed is the token where d = 0, and Σ_v p_v E[v] / Σ_v p_v over the k likeliest tokens where d = 1. The sampled
         token goes first; its weight, 1 or 0, is the decision, which the density reads.
         """
-        hidden = require(step.hidden, _NO_HIDDEN)
+        hidden = require(step.hidden, _HIDDEN_STATES)
         router = cast(Router, require(step.module, "the router"))
-        latent = router.log_probs(hidden)[:, 1:].exp() > step.uniform(1)
-        values, ids = step.top(self.k)
-        mixture = nn.functional.pad(torch.softmax(values, dim=-1), (1, 0))
-        alone = nn.functional.pad(torch.ones_like(values[:, :1]), (0, self.k))
+        probability_of_mixture = router.log_probs(hidden)[:, 1:].exp()  # (B, 1)
+        feeds_mixture = probability_of_mixture > step.uniform(1)  # (B, 1)
+        values, ids = step.top(self.k)  # (B, k) each
+        mixture = nn.functional.pad(torch.softmax(values, dim=-1), (1, 0))  # (B, 1 + k)
+        token_alone = nn.functional.pad(torch.ones_like(values[:, :1]), (0, self.k))  # (B, 1 + k)
         ids = torch.cat([step.sampled.unsqueeze(-1), ids], dim=-1)
-        return Proposal(InputEdit(ids, torch.where(latent, mixture, alone)), step.sampled)
+        weights = torch.where(feeds_mixture, mixture, token_alone)
+        return Proposal(InputEdit(ids, weights), step.sampled)
 
     def log_density(self, replayed: Replayed) -> Tensor:
         """λ log π of the decisions, (N,), with gradient to the router and, through the hidden state, to the policy."""
-        hidden = require(replayed.hidden, _NO_HIDDEN)
+        hidden = require(replayed.hidden, _HIDDEN_STATES)
         router = cast(Router, require(replayed.module, "the router"))
-        decided = (replayed.edit.weights[:, :1] == 0.0).long()
-        return self.decision_weight * router.log_probs(hidden).gather(-1, decided).squeeze(-1)
+        decisions = (replayed.edit.weights[:, :1] == 0.0).long()  # (N, 1)
+        log_probs = router.log_probs(hidden).gather(-1, decisions)  # (N, 1)
+        return self.decision_weight * log_probs.squeeze(-1)
 
     def module(self, hidden_size: int) -> nn.Module:
         return Router(hidden_size, self.bias)
@@ -155,7 +162,8 @@ class Router(nn.Module):
 
     def forward(self, token: Tensor, mixture: Tensor) -> Tensor:
         """The mixture as it is, (N, D): the decision is among its weights."""
-        # The head of no rows: its parameters then have a gradient, of zero, in every forward on every rank.
+        # The head is applied to no rows, so that its parameters have a gradient, of zero, in every forward: on several
+        # ranks all must reduce the same gradients.
         return mixture + self.head(mixture[:0]).sum()
 
 
@@ -164,16 +172,20 @@ class RouterHead(nn.Module):
 
     def __init__(self, hidden_size: int, bias: float) -> None:
         super().__init__()
-        draws = streams.normal(torch.zeros(2, dtype=torch.int64) + torch.arange(2), hidden_size)
+        draws = streams.normal(torch.zeros(2, dtype=torch.int64) + torch.arange(2), hidden_size)  # (2, D)
         self.weight = nn.Parameter(_SPREAD * draws)
         self.bias_shift = nn.Parameter(torch.zeros(2))
         self._bias = bias
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Logits of the two decisions, (N, 2) float32; ``UsageError`` for hidden states of another size."""
-        given, size = hidden.shape[-1], self.weight.shape[-1]
-        if given != size:
-            sizes = f"the last hidden state has {given} dimensions, the input embedding {size}"
-            raise UsageError(f"perturbation 'tarpo': {sizes}. The router needs a model in which both are the same.")
+        hidden_size = hidden.shape[-1]
+        embedding_size = self.weight.shape[-1]
+        if hidden_size != embedding_size:
+            raise UsageError(
+                f"perturbation 'tarpo': the last hidden state has {hidden_size} dimensions, the input embedding"
+                f" {embedding_size}. The router needs a model in which both are the same."
+            )
         logits = nn.functional.linear(hidden.float(), self.weight.float(), self.bias_shift.float())
-        return logits + nn.functional.pad(logits.new_full((1,), self._bias), (0, 1))
+        start_of_b = nn.functional.pad(logits.new_full((1,), self._bias), (0, 1))  # (bias, 0)
+        return logits + start_of_b

@@ -45,35 +45,40 @@ class Neighbor(LikeliestTokens):
     def __post_init__(self) -> None:
         super().__post_init__()
         refresh_period(self.refresh)
-        for part, value in _VARIANTS[self.variant].items():
-            if getattr(self, part) is None:
-                object.__setattr__(self, part, value)
+        for name, value in _VARIANTS[self.variant].items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, value)  # the dataclass is frozen
         if self.rate == 1.0 and self.gate is None and self.realization == "anchor":
-            what = "neighbor with rate 1 and realization 'anchor' is greedy decoding: a group's responses are the same"
-            fix = "Lower the rate, or take realization='sampled'"
-            warnings.warn(f"{what} and every group-relative advantage is zero. {fix}.", stacklevel=3)
+            warnings.warn(
+                "neighbor with rate 1 and realization 'anchor' is greedy decoding: a group's responses are the same and"
+                " every group-relative advantage is zero. Lower the rate, or take realization='sampled'.",
+                stacklevel=3,
+            )
 
     def propose(self, step: Step) -> Proposal:
         """e' = Σ_c α(c) E[c] over the anchor argmax z̃ and its k − 1 nearest tokens, α = softmax(z̃) within this set.
 
         Section 3 of the paper; ``mix_temperature`` divides z̃ there. The text takes the anchor, or the sampled token.
         """
-        anchor = step.top(1)[1].squeeze(-1)
-        neighbors, _ = self._neighbors(step.embeddings).query(anchor, self.k - 1)
-        ids = torch.cat([anchor.unsqueeze(-1), neighbors], dim=-1)
+        _, likeliest = step.top(1)  # (B, 1)
+        anchor = likeliest.squeeze(-1)  # (B,)
+        neighbors, _ = self._neighbors(step.embeddings).query(anchor, self.k - 1)  # (B, k − 1)
+        ids = torch.cat([anchor.unsqueeze(-1), neighbors], dim=-1)  # (B, k)
         scores = step.logits.gather(-1, ids)
         if self.weights == "probs":
-            # As released: the logits had been overwritten by probabilities, then divided by the temperature.
-            scores = (scores - step.log_total().unsqueeze(-1)).exp() / step.temperature.unsqueeze(-1)
-        mixture = torch.softmax(scores / self.mix_temperature, dim=-1)
-        return Proposal(InputEdit(ids, mixture), anchor if self.realization == "anchor" else step.sampled)
+            # As in the release, where the logits were overwritten by probabilities, then divided by the temperature.
+            probabilities = (scores - step.log_total().unsqueeze(-1)).exp()
+            scores = probabilities / step.temperature.unsqueeze(-1)
+        weights = torch.softmax(scores / self.mix_temperature, dim=-1)
+        tokens = anchor if self.realization == "anchor" else step.sampled
+        return Proposal(InputEdit(ids, weights), tokens)
 
     @property
     def samples_text(self) -> bool:
         return self.realization == "sampled"
 
     def _neighbors(self, embeddings: ModelEmbeddings) -> NeighborIndex:
-        space = require(self.space, "space")  # of the variant
+        space = require(self.space, "space")  # set by __post_init__
         return embeddings.index(self.metric, space, self.skip_special, self.index, self.skip_same_word, self.refresh)
 
     def prepare(self, embeddings: ModelEmbeddings) -> None:
@@ -103,15 +108,18 @@ class Orthogonal(LikeliestTokens):
         n_j = ε_j w_j ‖o_j‖ cancels the norm: e' = E[a] + Σ_j ε_j w_j o_j, which is a mixture of E[a] and the E[c_j].
         w is the softmax of z̃ over the candidates without the anchor.
         """
-        values, ids = step.top(self.k)
-        shares = torch.nan_to_num(torch.softmax(values[:, 1:], dim=-1))  # NaN where only one token is possible
-        noise = step.normal(ids[:, 1:]) * shares
-        vectors = step.embeddings.lookup(ids).float()
-        anchor, others = vectors[:, :1], vectors[:, 1:]
-        norm = anchor.square().sum(dim=-1).clamp_min(1e-12)
-        along = (others * anchor).sum(dim=-1) / norm
-        weights = torch.cat([1.0 - (noise * along).sum(dim=-1, keepdim=True), noise], dim=-1)
-        return Proposal(InputEdit(ids, weights), step.sampled if self.samples_text else ids[:, 0])
+        values, ids = step.top(self.k)  # (B, k) each; the anchor first
+        w = torch.nan_to_num(torch.softmax(values[:, 1:], dim=-1))  # NaN where only one token is possible
+        noise = step.normal(ids[:, 1:]) * w  # ε_j w_j, (B, k − 1)
+        vectors = step.embeddings.lookup(ids).float()  # (B, k, D)
+        anchor = vectors[:, :1]  # E[a]
+        candidates = vectors[:, 1:]  # E[c_j]
+        squared_norm = anchor.square().sum(dim=-1).clamp_min(1e-12)  # (B, 1)
+        along_anchor = (candidates * anchor).sum(dim=-1) / squared_norm  # (B, k − 1)
+        anchor_weight = 1.0 - (noise * along_anchor).sum(dim=-1, keepdim=True)  # (B, 1)
+        weights = torch.cat([anchor_weight, noise], dim=-1)
+        tokens = step.sampled if self.samples_text else ids[:, 0]
+        return Proposal(InputEdit(ids, weights), tokens)
 
     @property
     def samples_text(self) -> bool:

@@ -23,7 +23,8 @@ class Soft(TopTokens):
 
     def propose(self, step: Step) -> Proposal:
         """w_i = p_i / Σ_j p_j over the k likeliest tokens, after top-p; the text keeps the sampled token."""
-        return Proposal(InputEdit(*self.top(step)), step.sampled)
+        ids, weights = self.top(step)
+        return Proposal(InputEdit(ids, weights), step.sampled)
 
 
 def _normalised(entropy: Tensor, tokens: int) -> Tensor:
@@ -54,8 +55,9 @@ class MixtureOfInputs(LikeliestTokens):
             h = _normalised(step.entropy(), step.logits.shape[-1])
         else:
             h = _normalised(torch.special.entr(p).sum(dim=-1), tokens=self.k)
+        ids = torch.cat([step.sampled.unsqueeze(-1), ids], dim=-1)  # (B, 1 + k)
         weights = torch.cat([self.beta + 1.0 - h, h * p], dim=-1) / (self.beta + 1.0)
-        return Proposal(InputEdit(torch.cat([step.sampled.unsqueeze(-1), ids], dim=-1), weights), step.sampled)
+        return Proposal(InputEdit(ids, weights), step.sampled)
 
 
 @register("selar")
@@ -77,11 +79,11 @@ class SeLaR(LikeliestTokens):
             step = replace(step, logits=step.drawable, summary=None)
         ids, p = truncated(step, self.k, 1.0)
         ids = torch.where(p > 0.0, ids, ids[:, :1])
-        h = _normalised(torch.special.entr(p).sum(dim=-1), self.k)
-        mixed = (1.0 + h) * p
-        mixed[:, :1] -= h
-        acts = h >= self.threshold
-        # The sampled token first: with weight 1 where nothing is mixed, else with weight 0.
-        weights = torch.cat([(~acts).float(), torch.where(acts, mixed, 0.0)], dim=-1)
+        h = _normalised(torch.special.entr(p).sum(dim=-1), self.k)  # (B, 1)
+        mixture = (1.0 + h) * p
+        mixture[:, :1] -= h
+        acts = h >= self.threshold  # (B, 1)
+        # The sampled token comes first: with weight 0 where the mixture is fed, with weight 1 elsewhere.
+        weights = torch.cat([(~acts).float(), torch.where(acts, mixture, 0.0)], dim=-1)
         ids = torch.cat([step.sampled.unsqueeze(-1), ids], dim=-1)
         return Proposal(InputEdit(ids, weights), step.sampled, acts.squeeze(-1))

@@ -31,17 +31,19 @@ class Gumbel(TopTokens):
         if self.density == "gumbel" and not self.clamp:
             raise UsageError("perturbation option clamp=False: density='gumbel' needs clamped noise. Take clamp=True.")
         if self.density == "gumbel" and self.tau < 0.1:
-            least = "must be at least 0.1 (the default) with density='gumbel'"
-            why = "below, float32 weights cannot hold the noise. Raise it, or take density='token'"
-            raise UsageError(f"perturbation option tau={self.tau:g}: {least}: {why}.")
+            raise UsageError(
+                f"perturbation option tau={self.tau:g}: must be at least 0.1 (the default) with density='gumbel':"
+                " below, float32 weights cannot hold the noise. Raise it, or take density='token'."
+            )
 
     def propose(self, step: Step) -> Proposal:
         """y_i = log(p_i + 1e-6) + g_i; weights = softmax(y / τ_g); the text takes the largest weight."""
-        ids, probabilities = self.top(step)
+        ids, probabilities = self.top(step)  # (B, k) each
         noise = step.gumbel(ids)
         if self.clamp:
             noise = noise.clamp(*densities.GUMBEL_RANGE)
-        scores = torch.where(probabilities > 0.0, (probabilities + densities.LOG_FLOOR).log() + noise, -torch.inf)
+        noisy_log_p = (probabilities + densities.LOG_FLOOR).log() + noise
+        scores = torch.where(probabilities > 0.0, noisy_log_p, -torch.inf)
         weights = torch.softmax(scores / self.tau, dim=-1)
         normalizer = self.tau * torch.logsumexp(scores / self.tau, dim=-1) if self.has_density else None
         return Proposal(InputEdit(ids, weights, normalizer=normalizer), winners(ids, scores))
@@ -52,7 +54,8 @@ class Gumbel(TopTokens):
         A weight that float32 lost has a y below −5, with a clamped g. ``exact`` is Σ_i log P(g_i): of
         clamped noise, and of a lost weight's, only the bound is known.
         """
-        edit, distinct = replayed.edit, densities.distinct(replayed.edit.ids)
+        edit = replayed.edit
+        distinct = densities.distinct(edit.ids)
         scores = densities.unnormalised(edit.weights, edit.normalizer, self.tau)
         probabilities = densities.renormalised(replayed.at(edit.ids), distinct)
         gumbels = replayed.gumbel(edit.ids)
@@ -62,8 +65,10 @@ class Gumbel(TopTokens):
         noise = scores - (probabilities + densities.LOG_FLOOR).log()
         lost = edit.weights < densities.SMALLEST
         below = (gumbels <= low) | lost
-        known = distinct & ~(lost & (noise.detach() >= high))  # no noise is larger than the upper bound
-        return densities.censored_gumbel(noise, below, (gumbels >= high) & ~below, known)
+        above = (gumbels >= high) & ~below
+        # A lost weight's noise is below its bound. Where that is the upper bound of all noise, it says nothing.
+        informative = distinct & ~(lost & (noise.detach() >= high))
+        return densities.censored_gumbel(noise, below, above, drawn=informative)
 
 
 @register("dirichlet")
@@ -80,7 +85,7 @@ class Dirichlet(TopTokens):
 
     @property
     def zero_mean_score(self) -> bool:
-        return self.density == "exact"  # the release's is clamped, and leaves unlikely candidates out
+        return self.density == "exact"  # the release's density is clamped, and leaves unlikely candidates out
 
     def propose(self, step: Step) -> Proposal:
         """γ_i ~ Gamma(α p_i, 1); weights = γ / Σγ; the text takes the largest weight."""
@@ -88,8 +93,8 @@ class Dirichlet(TopTokens):
         shape = (self.alpha * probabilities).clamp_min(1e-20)
         log_draws = torch.where(probabilities > 0.0, step.log_gamma(ids, shape), -torch.inf)
         normalizer = torch.logsumexp(log_draws, dim=-1) if self.density == "dirichlet" else None
-        edit = InputEdit(ids, torch.softmax(log_draws, dim=-1), normalizer=normalizer)
-        return Proposal(edit, winners(ids, log_draws))
+        weights = torch.softmax(log_draws, dim=-1)
+        return Proposal(InputEdit(ids, weights, normalizer=normalizer), winners(ids, log_draws))
 
     def log_density(self, replayed: Replayed) -> Tensor:
         """Mean over ids with p_i(θ) > 0.05 of the Gamma(α p_i(θ), 1) log-density of γ_i, clamped to [−5, 3].
@@ -97,7 +102,8 @@ class Dirichlet(TopTokens):
         A weight that float32 lost has a γ with a clamped term. ``exact`` is log Dirichlet(w; α p(θ)) of
         the mixture.
         """
-        edit, kept = replayed.edit, densities.distinct(replayed.edit.ids)
+        edit = replayed.edit
+        kept = densities.distinct(edit.ids)
         probabilities = densities.renormalised(replayed.at(edit.ids), kept)
         if self.density == "exact":
             return densities.dirichlet_weights(edit.weights, probabilities, self.alpha, kept)
@@ -117,26 +123,27 @@ class Normal(TopTokens):
     mixture = "affine"
     draws_text = True
 
-    # More than ten noises of 0.05 may bring their sum, by which the weights are divided, near 0.
+    # The weights are divided by the sum of the draws, which the noise of more than ten tokens may bring near 0.
     k: int = option(5, "number of tokens mixed at most", low=1, high=10)
     density: str = density_option("or the normal density of the draws", "normal")
     input_gradient: str = input_gradient_option("none")
 
     @property
     def score_only(self) -> bool:
-        return self.has_density  # the noise is narrow
+        return self.has_density  # since the noise is narrow
 
     def propose(self, step: Step) -> Proposal:
         """y_i ~ N(p_i, 0.05²); weights = y / Σy; the text takes the largest weight."""
         ids, probabilities = self.top(step)
         draws = probabilities + densities.NORMAL_SIGMA * step.normal(ids)
         draws = torch.where(probabilities > 0.0, draws, 0.0)
-        return Proposal(InputEdit(ids, draws / draws.sum(dim=-1, keepdim=True)), winners(ids, draws))
+        weights = draws / draws.sum(dim=-1, keepdim=True)
+        return Proposal(InputEdit(ids, weights), winners(ids, draws))
 
     def log_density(self, replayed: Replayed) -> Tensor:
         """Mean over ids with p_i(θ) > 0.05 of log N(y_i; p_i(θ), 0.05²), y_i clamped to p_i(θ) ± 0.15."""
-        # At the policy that drew y: y_i − p_i is the noise as drawn, not a difference of what rollout and trainer
-        # computed: their p differ by a seventh of 0.05 where their logits differ by 0.03.
+        # y_i − p_i is taken as the noise, drawn again. The difference of the rollout's y and the trainer's p would not
+        # do: where their logits differ by 0.03, their p differ by a seventh of the noise's 0.05.
         edit = replayed.edit
         support = densities.distinct(edit.ids) & (edit.weights != 0.0)
         probabilities = densities.renormalised(replayed.at(edit.ids), support)

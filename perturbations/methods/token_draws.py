@@ -44,15 +44,16 @@ class CUTS(LikeliestTokens):
 
         What the request's top-k, top-p and min-p exclude is not drawn.
         """
-        scale = step.temperature.unsqueeze(-1)
-        values, ids = step.top(self.k)
-        confident = (values * scale - step.log_total(scale).unsqueeze(-1)).exp() >= self.delta
-        confident |= ~confident.any(dim=-1, keepdim=True)
+        scale = step.temperature.unsqueeze(-1)  # z̃ times the temperature is z
+        values, ids = step.top(self.k)  # (B, k) each
+        probabilities = (values * scale - step.log_total(scale).unsqueeze(-1)).exp()
+        is_candidate = probabilities >= self.delta
+        is_candidate |= ~is_candidate.any(dim=-1, keepdim=True)  # all k where none has the probability
         if step.drawable is not None:
-            confident &= step.drawable.gather(-1, ids) > -torch.inf
-        # A draw of each token's own: the largest is any of the candidates with the same probability.
-        races = torch.where(confident, step.uniform(ids), -1.0)
-        token = torch.where(confident.any(dim=-1), winners(ids, races), step.sampled)
+            is_candidate &= step.drawable.gather(-1, ids) > -torch.inf
+        # The largest of the candidates' uniform draws, one for each token, is any of them with the same probability.
+        draws = torch.where(is_candidate, step.uniform(ids), -1.0)
+        token = torch.where(is_candidate.any(dim=-1), winners(ids, draws), step.sampled)
         return Proposal(one_hot(token), token)
 
 
@@ -72,9 +73,10 @@ class Multiplex(Perturbation):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.draws == "distinct" and self.density == "joint":
-            why = "cannot be used with draws='distinct': its probability is no product"
-            fix = "Take density='token' or draws='independent'"
-            raise UsageError(f"perturbation option density='joint': {why}. {fix}.")
+            raise UsageError(
+                "perturbation option density='joint': cannot be used with draws='distinct': its probability is no"
+                " product. Take density='token' or draws='independent'."
+            )
 
     def propose(self, step: Step) -> Proposal:
         """w_j = p(k_j) / Σ_i p(k_i) over the k draws, or 1 / k; a token drawn twice is two candidates.
@@ -82,25 +84,31 @@ class Multiplex(Perturbation):
         p is the probability before top-k, top-p and min-p, within which all k are drawn. Distinct draws are fewer
         where fewer tokens are left.
         """
-        ids, distinct = step.sampled.unsqueeze(-1), self.draws == "distinct"
+        distinct = self.draws == "distinct"
+        ids = step.sampled.unsqueeze(-1)  # (B, 1)
         if self.k > 1:
-            ids = torch.cat([ids, step.draws(self.k - 1, distinct=distinct)], dim=-1)
-        scores = step.logits.gather(-1, ids)
+            further_draws = step.draws(self.k - 1, distinct=distinct)  # (B, k − 1)
+            ids = torch.cat([ids, further_draws], dim=-1)
+        scores = step.logits.gather(-1, ids)  # (B, k)
         if self.weights == "average":
             scores = torch.zeros_like(scores)
         if distinct:
-            again = torch.cat([torch.zeros_like(ids[:, :1], dtype=torch.bool), ids[:, 1:] == ids[:, :1]], dim=-1)
-            scores = scores.masked_fill(again, -torch.inf)
-        return Proposal(InputEdit(ids, torch.softmax(scores, dim=-1)), step.sampled)
+            # Where no other token was left to draw, draws() repeats the sampled one.
+            first_column = torch.zeros_like(ids[:, :1], dtype=torch.bool)
+            is_repeated = torch.cat([first_column, ids[:, 1:] == ids[:, :1]], dim=-1)
+            scores = scores.masked_fill(is_repeated, -torch.inf)
+        weights = torch.softmax(scores, dim=-1)
+        return Proposal(InputEdit(ids, weights), step.sampled)
 
     def log_density(self, replayed: Replayed) -> Tensor:
         """Σ_j log π(k_j), repeats counted.
 
-        All draws share the normaliser of the first, the token in the text: they are among the tokens that sampling left
-        wherever that log-probability is (``--sampling.correct_mask``).
+        All draws have the normaliser of the first one, the token in the text: with ``--sampling.correct_mask`` its
+        log-probability is among the tokens that sampling left, and so are those of the other draws.
         """
-        scores = replayed.at(replayed.edit.ids)
-        return scores.sum(dim=-1) + self.k * (replayed.token_log_probs - scores[:, 0])
+        scores = replayed.at(replayed.edit.ids)  # z̃, (N, k)
+        minus_log_total = replayed.token_log_probs - scores[:, 0]  # (N,)
+        return scores.sum(dim=-1) + self.k * minus_log_total
 
     def check_model(self, vocabulary: int) -> None:
         # A token may be drawn again, so k may exceed the vocabulary.

@@ -30,6 +30,8 @@ def create_index(
     """
     if kind not in INDICES:
         raise UsageError(f"index={kind!r}: must be one of {', '.join(INDICES)}.{nearest(str(kind), INDICES)}")
-    cls = HnswIndex if kind == "hnsw" and metric != "l1" else ExactIndex
-    index = cls(embedding, metric, exclude, lazy=lazy)
-    return index if words is None else OtherWords(index, words)
+    index_class = HnswIndex if kind == "hnsw" and metric != "l1" else ExactIndex
+    index = index_class(embedding, metric, exclude, lazy=lazy)
+    if words is None:
+        return index
+    return OtherWords(index, words)

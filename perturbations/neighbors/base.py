@@ -10,11 +10,13 @@ from torch import Tensor
 
 from perturbations.errors import UsageError
 
-_SCRATCH_CPU, _SCRATCH_DEVICE = 64 << 20, 512 << 20  # bytes of temporary values held at once
-_BYTES = 16  # of them for each pair of tokens that is compared: three numbers and a few flags
+_SCRATCH_CPU = 64 << 20  # bytes of temporary values held at once
+_SCRATCH_DEVICE = 512 << 20
+_BYTES_PER_PAIR = 16  # of temporary values for two tokens that are compared: three numbers and a few flags
 
 
 def _alone(tensor: Tensor) -> Tensor:
+    """:attr:`Shard.gather` of a single rank."""
     return tensor
 
 
@@ -22,10 +24,10 @@ def over_ranks(group: "torch.distributed.ProcessGroup") -> Callable[[Tensor], Te
     """:attr:`Shard.gather` over a process group of `torch.distributed`."""
 
     def gather(tensor: Tensor) -> Tensor:
-        mine = tensor.contiguous().view(torch.uint8)  # not every backend knows every dtype
-        shards = [torch.empty_like(mine) for _ in range(group.size())]
-        torch.distributed.all_gather(shards, mine, group=group)
-        return torch.cat(shards).view(tensor.dtype)
+        own_bytes = tensor.contiguous().view(torch.uint8)  # every backend can gather bytes, and not every dtype
+        bytes_of_ranks = [torch.empty_like(own_bytes) for _ in range(group.size())]
+        torch.distributed.all_gather(bytes_of_ranks, own_bytes, group=group)
+        return torch.cat(bytes_of_ranks).view(tensor.dtype)
 
     return gather
 
@@ -34,8 +36,11 @@ def over_ranks(group: "torch.distributed.ProcessGroup") -> Callable[[Tensor], Te
 class Shard:
     """The rows of a (V, D) matrix E in this process; all of them where there is one rank.
 
-    ``rows`` are E[first : first + n], (n, D); n is the same on every rank, and rows from V = ``size`` on are padding.
-    ``gather`` concatenates each rank's tensor (m, ...) in the ranks' order, (ranks · m, ...). Every rank must call it.
+    Attributes:
+        rows: E[first : first + n], (n, D). n is the same on every rank, so rows from V on may be padding.
+        size: V, without the padding.
+        first: the row of E at which the shard begins.
+        gather: concatenates each rank's tensor (m, ...) in the ranks' order, (ranks · m, ...). Every rank must call it.
     """
 
     rows: Tensor
@@ -59,20 +64,23 @@ class Shard:
 
     def lookup(self, tokens: Tensor) -> Tensor:
         """The rows of any tokens (N,) int64, bit for bit: (N, D)."""
-        at = tokens - self.first
-        here = (at >= 0) & (at < len(self.rows))
-        vectors = self.rows[torch.where(here, at, 0)]
+        local_rows = tokens - self.first
+        is_local = (local_rows >= 0) & (local_rows < len(self.rows))
+        vectors = self.rows[torch.where(is_local, local_rows, 0)]  # (N, D)
         if self.gather is _alone:
             return vectors
-        # One rank holds the row, and the others add zeros to it.
-        return self.gather(vectors.masked_fill(~here.unsqueeze(-1), 0)).view(-1, *vectors.shape).sum(dim=0)
+        # One rank holds a token's row. The other ranks add zeros to it, which changes no bit.
+        own_vectors = vectors.masked_fill(~is_local.unsqueeze(-1), 0)
+        vectors_of_ranks = self.gather(own_vectors).view(-1, *vectors.shape)  # (ranks, N, D)
+        return vectors_of_ranks.sum(dim=0)
 
 
 def order(ids: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
     """Sorts along the last dimension by falling score, equal scores by rising id."""
-    ids, by_id = ids.sort(dim=-1)
-    scores, by_score = scores.gather(-1, by_id).sort(dim=-1, descending=True, stable=True)
-    return ids.gather(-1, by_score), scores
+    ids_by_id, by_id = ids.sort(dim=-1)
+    scores_by_id = scores.gather(-1, by_id)
+    scores_by_score, by_score = scores_by_id.sort(dim=-1, descending=True, stable=True)
+    return ids_by_id.gather(-1, by_score), scores_by_score
 
 
 class NeighborIndex(ABC):
@@ -97,11 +105,16 @@ class TableIndex(NeighborIndex):
     """
 
     def __init__(self, size: int, device: torch.device, exclude: Sequence[int] = (), lazy: bool | None = None) -> None:
-        """For V = ``size`` tokens; those to ``exclude`` are never neighbors. ``lazy``: None for the rule above."""
-        bad = [i for i in exclude if not 0 <= i < size]
-        if bad:
-            raise UsageError(f"exclude holds id {bad[0]}: must be in [0, {size - 1}], the embedding's rows.")
-        self._size, self._device = size, device
+        """Makes an empty table for V = ``size`` tokens.
+
+        ``exclude``: tokens that are never neighbors. ``lazy``: whether rows are filled on first use; None for the rule
+        of the class.
+        """
+        for token in exclude:
+            if not 0 <= token < size:
+                raise UsageError(f"exclude holds id {token}: must be in [0, {size - 1}], the embedding's rows.")
+        self._size = size
+        self._device = device
         with torch.inference_mode(False):
             self._excluded = torch.zeros(size, dtype=torch.bool, device=device)
             self._excluded[torch.tensor(sorted(set(exclude)), dtype=torch.int64, device=device)] = True
@@ -124,17 +137,23 @@ class TableIndex(NeighborIndex):
             if not self._lazy:
                 self.precompute(k)
         if self._lazy:
-            try:
-                is_filled = self._filled.index_select(0, token_ids)
-            except (IndexError, RuntimeError):
-                for bad in token_ids[(token_ids < 0) | (token_ids >= self._size)].tolist():
-                    what = f"token id {bad}: must be in [0, {self._size - 1}], the embedding's rows."
-                    raise UsageError(what) from None
-                raise
-            if not is_filled.all():
-                self._fill(token_ids[~is_filled].unique())
+            self._fill_missing(token_ids)
         ids = self._ids.index_select(0, token_ids)[:, :k].long()
-        return ids, self._scores.index_select(0, token_ids)[:, :k]
+        scores = self._scores.index_select(0, token_ids)[:, :k]
+        return ids, scores
+
+    def _fill_missing(self, token_ids: Tensor) -> None:
+        """Fills the tokens' rows that are not filled yet; ``UsageError`` for an unknown id."""
+        try:
+            is_filled = self._filled.index_select(0, token_ids)
+        except (IndexError, RuntimeError):
+            unknown = token_ids[(token_ids < 0) | (token_ids >= self._size)].tolist()
+            if not unknown:
+                raise
+            limit = f"must be in [0, {self._size - 1}], the embedding's rows"
+            raise UsageError(f"token id {unknown[0]}: {limit}.") from None
+        if not is_filled.all():
+            self._fill(token_ids[~is_filled].unique())
 
     def precompute(self, k: int) -> None:
         """Fills the whole table for up to k neighbors, in blocks of bounded memory."""
@@ -149,19 +168,23 @@ class TableIndex(NeighborIndex):
     @property
     def build_bytes(self) -> int:
         """Memory of the device that building this table takes: its rows, and temporary values for a moment."""
-        rows = sum(tensor.numel() * tensor.element_size() for tensor in self.tensors())
-        return rows + self._scratch if rows else 0
+        table_bytes = sum(tensor.numel() * tensor.element_size() for tensor in self.tensors())
+        return table_bytes + self._scratch if table_bytes else 0
 
     @property
     def most(self) -> int:
-        """The largest k: an excluded token has as many other tokens as any."""
+        """The largest k that every token has: all tokens but the excluded ones and the token itself."""
         return max(self._size - int(self._excluded.sum()) - 1, 0)
 
     def _widen(self, k: int) -> None:
+        """Makes an empty table with k columns; ``UsageError`` for a k beyond :attr:`most`."""
         if not 1 <= k <= self.most:
-            excluded = f" without {int(self._excluded.sum())} excluded ones" if bool(self._excluded.any()) else ""
-            others = f"the other tokens of a vocabulary of {self._size}{excluded}"
-            raise UsageError(f"k={k} neighbors: must be in [1, {self.most}], {others}.")
+            excluded_count = int(self._excluded.sum())
+            without_excluded = f" without {excluded_count} excluded ones" if excluded_count else ""
+            raise UsageError(
+                f"k={k} neighbors: must be in [1, {self.most}], the other tokens of a vocabulary of"
+                f" {self._size}{without_excluded}."
+            )
         with torch.inference_mode(False):
             self._ids = torch.zeros(self._size, k, dtype=torch.int32, device=self._device)
             self._scores = torch.zeros(self._size, k, dtype=torch.float32, device=self._device)
@@ -169,8 +192,13 @@ class TableIndex(NeighborIndex):
         self.width = k
 
     def _fill(self, tokens: Tensor) -> None:
+        """Computes the tokens' rows, as many at once as the scratch memory allows."""
+        if not len(tokens):
+            return
+        rows_at_once = max(1, self._scratch // (_BYTES_PER_PAIR * self._size))
         with torch.inference_mode(False), torch.no_grad():
-            for block in tokens.split(max(1, self._scratch // (_BYTES * self._size))) if len(tokens) else ():
+            for block in tokens.split(rows_at_once):
                 ids, scores = self.search(block, self.width)
-                self._ids[block], self._scores[block] = ids.int(), scores
+                self._ids[block] = ids.int()
+                self._scores[block] = scores
                 self._filled[block] = True

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Numbers as bytes with a checksum, and back; names of the parts of a trajectory on their way between processes."""
+"""Numbers as bytes with a checksum, and back; the names under which a trajectory's byte strings travel."""
 
 import math
 import struct
@@ -9,11 +9,15 @@ from collections.abc import Sequence
 import numpy as np
 
 MOST_CANDIDATES = 4096
-"""Candidates of a position: they take as much memory as the vector of a dense edit in a large model."""
+"""The most candidates of a position: so many take as much memory as the vector of a dense edit in a large model."""
 
-RECORD, LOG_PROBS, MASK = "perturbation_record", "perturbation_log_probs", "sampling_mask"
-COUNTS, EXPERTS = "perturbation_counts", "routed_experts"
-UNPERTURBED, UNPERTURBED_EXPERTS = "unperturbed_answer", "unperturbed_experts"
+RECORD = "perturbation_record"
+LOG_PROBS = "perturbation_log_probs"
+MASK = "sampling_mask"
+COUNTS = "perturbation_counts"
+EXPERTS = "routed_experts"
+UNPERTURBED = "unperturbed_answer"
+UNPERTURBED_EXPERTS = "unperturbed_experts"
 PARTS = (RECORD, LOG_PROBS, MASK, COUNTS, EXPERTS, UNPERTURBED, UNPERTURBED_EXPERTS)
 
 _CHECKSUM = struct.Struct("<I")
@@ -21,7 +25,7 @@ _VARINT_BYTES = 5
 
 
 def sealed(parts: Sequence[bytes], version: int) -> bytes:
-    """Parts joined, with their CRC-32 behind them, which begins with the format's version."""
+    """The parts joined, followed by their CRC-32; the format's version is the checksum's starting value."""
     joined = b"".join(parts)
     return joined + _CHECKSUM.pack(zlib.crc32(joined, version))
 
@@ -30,9 +34,15 @@ def unsealed(data: bytes, version: int, what: str) -> "Reader":
     """Checks the checksum of :func:`sealed`; ``ValueError`` with ``what`` for altered bytes or another version."""
     data = bytes(data)
     end = len(data) - _CHECKSUM.size
-    if end < 0 or _CHECKSUM.unpack_from(data, end)[0] != zlib.crc32(memoryview(data)[:end], version):
-        why = "They were cut or altered, or written by another version of this project. Sample again"
-        raise ValueError(f"{what} is damaged: its {len(data)} bytes do not have their checksum. {why}.")
+    is_intact = False
+    if end >= 0:
+        (checksum,) = _CHECKSUM.unpack_from(data, end)
+        is_intact = checksum == zlib.crc32(memoryview(data)[:end], version)
+    if not is_intact:
+        raise ValueError(
+            f"{what} is damaged: its {len(data)} bytes do not have their checksum. They were cut or altered, or written"
+            " by another version of this project. Sample again."
+        )
     return Reader(data, end, what)
 
 
@@ -42,9 +52,10 @@ def floats(values: np.ndarray) -> bytes:
 
 
 def experts(array: np.ndarray) -> list[bytes]:
-    """An array of three dimensions, of one or two bytes a number."""
-    sizes = (*array.shape, array.itemsize)
-    return [*map(varint, sizes), array.astype(f"<u{array.itemsize}", copy=False).tobytes()]
+    """An array of three dimensions with numbers of one or two bytes: its shape and item size, then the numbers."""
+    sizes = [varint(size) for size in (*array.shape, array.itemsize)]
+    numbers = array.astype(f"<u{array.itemsize}", copy=False).tobytes()
+    return [*sizes, numbers]
 
 
 def varint(value: int) -> bytes:
@@ -53,20 +64,29 @@ def varint(value: int) -> bytes:
 
 
 def varints(values: np.ndarray) -> bytes:
-    """Numbers in [0, 2^35): seven bits a byte, the lowest first; the high bit is set where more follow."""
+    """Whole numbers in [0, 2^35), (N,): seven bits in each byte, the lowest first.
+
+    The high bit of a byte says that another byte of the number follows: 300 = 0b10_0101100 is 0b1_0101100, 0b0_0000010.
+    """
     if values.max(initial=0) < 0x80:
         return values.astype(np.uint8).tobytes()
     places = np.arange(_VARINT_BYTES)
-    rest = values[:, None] >> 7 * places
-    parts = rest & 0x7F | np.where(rest >= 0x80, 0x80, 0)
-    return parts[(rest > 0) | (places == 0)].astype(np.uint8).tobytes()
+    remaining = values[:, None] >> 7 * places  # (N, 5): each number without the bits of its earlier bytes
+    high_bits = np.where(remaining >= 0x80, 0x80, 0)
+    number_bytes = remaining & 0x7F | high_bits
+    is_used = (remaining > 0) | (places == 0)
+    return number_bytes[is_used].astype(np.uint8).tobytes()
 
 
 class Reader:
     """Takes slices off a byte string; ``ValueError`` where it is too short or too long, before memory is taken."""
 
     def __init__(self, data: bytes, end: int, what: str) -> None:
-        self._data, self._offset, self._end, self._what = data, 0, end, what
+        """``end``: where the numbers end and the checksum begins. ``what``: what the bytes are, for messages."""
+        self._data = data
+        self._offset = 0
+        self._end = end
+        self._what = what
 
     def take(self, size: int) -> bytes:
         """The next bytes."""
@@ -82,34 +102,41 @@ class Reader:
 
     def varints(self, count: int) -> np.ndarray:
         """The next numbers of :func:`varints`, (count,) int64."""
-        there = np.frombuffer(self._data, np.uint8, self._end - self._offset, self._offset)
-        size, needed = 0, count
-        while size < needed:  # a byte more for each that is not a number's last
-            size, needed = needed, count + int(np.count_nonzero(there[:needed] & 0x80))
+        remaining = np.frombuffer(self._data, np.uint8, self._end - self._offset, self._offset)
+        # The numbers take ``count`` bytes, and one more for every byte of theirs that is not a number's last one.
+        size = 0
+        needed = count
+        while size < needed:
+            size = needed
+            needed = count + int(np.count_nonzero(remaining[:size] & 0x80))
         raw = np.frombuffer(self.take(size), np.uint8)
         if size == count:
             return raw.astype(np.int64)
-        sizes = np.diff((raw < 0x80).nonzero()[0], prepend=-1)
+        last_bytes = (raw < 0x80).nonzero()[0]
+        sizes = np.diff(last_bytes, prepend=-1)  # the bytes of each number
         if sizes.max() > _VARINT_BYTES:
             raise ValueError(f"{self._what}: a number of more than {_VARINT_BYTES} bytes.")
         starts = sizes.cumsum() - sizes
-        places = np.arange(size) - np.repeat(starts, sizes)
-        return np.add.reduceat((raw & 0x7F).astype(np.int64) << 7 * places, starts)
+        places = np.arange(size) - np.repeat(starts, sizes)  # of each byte within its number
+        shifted = (raw & 0x7F).astype(np.int64) << 7 * places
+        return np.add.reduceat(shifted, starts)
 
     def floats(self, *shape: int) -> np.ndarray:
-        """The next ones, float32 of this shape."""
-        return np.frombuffer(self.take(4 * math.prod(shape)), dtype="<f4").astype(np.float32).reshape(shape)
+        """The next numbers of :func:`floats`, float32 of this shape."""
+        data = self.take(4 * math.prod(shape))
+        return np.frombuffer(data, dtype="<f4").astype(np.float32).reshape(shape)
 
     def all_floats(self) -> np.ndarray:
-        """What is left, as float32."""
-        return np.frombuffer(self.take(self._end - self._offset), dtype="<f4").astype(np.float32)
+        """All remaining bytes, as float32."""
+        data = self.take(self._end - self._offset)
+        return np.frombuffer(data, dtype="<f4").astype(np.float32)
 
     def experts(self) -> np.ndarray:
-        """What is left, as the array of :func:`experts`."""
-        *shape, size = self.varints(4).tolist()
-        array = np.frombuffer(self.take(math.prod(shape) * size), f"<u{size}").reshape(shape)
+        """All remaining bytes, as the array of :func:`experts`."""
+        *shape, item_size = self.varints(4).tolist()
+        data = self.take(math.prod(shape) * item_size)
         self.finish()
-        return array
+        return np.frombuffer(data, f"<u{item_size}").reshape(shape)
 
     def finish(self) -> None:
         """``ValueError`` where bytes are left over."""

@@ -1,8 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Replay: a model's forward sees the recorded inputs at perturbed positions, with gradient to its own embedding.
 
-A pre-hook appends the candidates' ids to the embedding module's tokens, and a hook takes their rows off again and mixes
-them: one lookup, in which the module's own hooks (ZeRO-3's gathering of parameters, LoRA) and gradient work as ever.
+A forward pre-hook appends the candidates' ids to the tokens that the embedding module gets. A forward hook cuts the
+candidates' embeddings off again, mixes them, and writes the mixtures at the perturbed positions:
+
+    tokens (B, T) ─► pre-hook ─► ids (B · T + N · K,) ─► embedding ─► rows (B · T + N · K, D) ─► hook ─► (B, T, D)
+
+Tokens and candidates pass in one call, so that the gradient and the module's own hooks (ZeRO-3 gathers the parameters,
+LoRA adds to them) work as without a replay.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -24,57 +29,80 @@ from perturbations.parameters import CausalModel, attached
 
 @dataclass(frozen=True)
 class FlatRecords:
-    """The records of a batch, concatenated: N positions in all, (N,) int64 each."""
+    """The records of a batch, concatenated: N positions in all."""
 
-    sample: Tensor  # index in the batch
-    position: Tensor  # in the trajectory
+    sample: Tensor  # index in the batch, (N,) int64
+    position: Tensor  # in the trajectory, (N,) int64
     edit: InputEdit  # the recorded inputs
-    noise_keys: Tensor | None  # of the recorded noise
-    seeds: Tensor  # of the trajectories
+    noise_keys: Tensor | None  # keys of the recorded noise, (N,) int64; None where no input has noise
+    seeds: Tensor  # the trajectories' seeds, (N,) int64
 
 
 def flatten(records: Sequence[ReplayRecord | None], device: torch.device) -> FlatRecords:
     """The records of a batch, one per row or None, concatenated on a device."""
-    present = [(i, r) for i, r in enumerate(records) if r is not None and len(r)]
+    samples = [sample for sample, record in enumerate(records) if record is not None and len(record)]
+    present = [record for record in records if record is not None and len(record)]
     if not present:
-        # Learned parameters and densities take part in the graph, with a gradient of zero, on every rank.
-        none = torch.zeros(0, dtype=torch.int64, device=device)
-        ids, floats = none.view(0, 1), none.float()
-        return FlatRecords(none, none, InputEdit(ids, ids.float(), floats, None, floats), none, none)
+        return _no_positions(device)
 
-    def joined(parts: Iterable[np.ndarray], dtype: type = np.float32) -> Tensor:
-        return torch.from_numpy(np.concatenate(list(parts)).astype(dtype, copy=False)).to(device)
+    def joined(arrays: Iterable[np.ndarray], dtype: type) -> Tensor:
+        return torch.from_numpy(np.concatenate(list(arrays)).astype(dtype, copy=False)).to(device)
 
-    def optional(name: str) -> Tensor | None:
-        """Zeros where a record has none; None where no record has it."""
-        shape = next((p.shape[1:] for _, r in present if (p := getattr(r, name)) is not None), None)
+    def joined_optional(name: str) -> Tensor | None:
+        """A field of all records, float32, with zeros for a record that lacks it; None where all lack it."""
+        arrays = [getattr(record, name) for record in present]
+        shape = next((array.shape[1:] for array in arrays if array is not None), None)
         if shape is None:
             return None
-        parts = ((r, getattr(r, name)) for _, r in present)
-        return joined(np.zeros((len(r), *shape)) if part is None else part for r, part in parts)
+        filled = [np.zeros((len(record), *shape)) if array is None else array for record, array in zip(present, arrays)]
+        return joined(filled, np.float32)
 
-    def widened(part: np.ndarray, mode: Literal["edge", "constant"]) -> np.ndarray:
-        """Narrower records have weight 0 on their own last candidate, which adds nothing to the sum."""
-        missing = width - part.shape[1]
-        return np.pad(part, ((0, 0), (0, missing)), mode=mode) if missing else part
+    def widened(array: np.ndarray, mode: Literal["edge", "constant"]) -> np.ndarray:
+        """A record's candidates as (n, K): its last id repeated (edge), with weight 0 (constant)."""
+        missing = width - array.shape[1]
+        return np.pad(array, ((0, 0), (0, missing)), mode=mode) if missing else array
 
-    width = max(r.ids.shape[1] for _, r in present)
-    ids = joined((widened(r.ids, "edge") for _, r in present), np.int64)
-    weights = joined(widened(r.weights, "constant") for _, r in present)
-    edit = InputEdit(ids, weights, *(optional(name) for name in ("sigma", "vectors", "normalizer")))
-    position = joined((r.positions for _, r in present), np.int64)
-    seeds = joined((np.full(len(r), r.seed, dtype=np.int64) for _, r in present), np.int64)
+    width = max(record.ids.shape[1] for record in present)  # K
+    edit = InputEdit(
+        ids=joined((widened(record.ids, "edge") for record in present), np.int64),
+        weights=joined((widened(record.weights, "constant") for record in present), np.float32),
+        sigma=joined_optional("sigma"),
+        vectors=joined_optional("vectors"),
+        normalizer=joined_optional("normalizer"),
+    )
+    position = joined((record.positions for record in present), np.int64)
+    seeds = joined((np.full(len(record), record.seed, dtype=np.int64) for record in present), np.int64)
+    sample = joined((np.full(len(record), index) for index, record in zip(samples, present)), np.int64)
     noise_keys = None if edit.sigma is None else streams.keys(seeds, position, streams.Stream.NOISE)
-    return FlatRecords(joined((np.full(len(r), i) for i, r in present), np.int64), position, edit, noise_keys, seeds)
+    return FlatRecords(sample, position, edit, noise_keys, seeds)
+
+
+def _no_positions(device: torch.device) -> FlatRecords:
+    """The records of a batch without perturbed positions.
+
+    It has noise and a normalizer for no rows, so that learned parameters and densities take part in the graph: on
+    several ranks all must reduce the same gradients, zero among them.
+    """
+    nothing = torch.zeros(0, dtype=torch.int64, device=device)
+    no_ids = nothing.view(0, 1)
+    no_floats = nothing.float()
+    edit = InputEdit(no_ids, no_ids.float(), sigma=no_floats, normalizer=no_floats)
+    return FlatRecords(sample=nothing, position=nothing, edit=edit, noise_keys=nothing, seeds=nothing)
 
 
 def flat_rows(
     sample: Tensor, position: Tensor, shape: tuple[int, ...], attention_mask: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Rows of recorded positions in a forward's flattened input, and which exist (a trajectory may be cut): (N,) each.
+    """The rows of N recorded positions in a forward's flattened tokens, and whether each position is among them.
 
-    ``shape``: (B, T) for a padded batch, (1, total) for a packed one; ``ValueError`` for another. ``attention_mask``:
-    (B, T), 1 at real tokens, padded on either side; None for a batch without left padding.
+    A position is not, where the trainer has cut its trajectory. Returns rows (N,) int64 and inside (N,) bool.
+
+    Args:
+        sample: the positions' index in the batch, (N,) int64.
+        position: in their trajectories, (N,) int64.
+        shape: of the forward's tokens: (B, T) for a padded batch, (1, total) for a packed one; ``ValueError`` for
+            another.
+        attention_mask: (B, T), 1 at real tokens, padded on either side; None for a batch without left padding.
     """
     if attention_mask is None:
         inside = (position < shape[1]) & (sample < shape[0])
@@ -83,15 +111,17 @@ def flat_rows(
     lengths = mask.sum(dim=-1)
     inside = position < lengths[sample]
     if tuple(shape) == tuple(mask.shape):
-        first = mask.int().argmax(dim=-1)
-        return sample * shape[1] + first[sample] + position, inside
-    # One host synchronisation, in the packed layout only; unpadding itself needs the same one.
+        first_token = mask.int().argmax(dim=-1)  # behind the left padding, (B,)
+        return sample * shape[1] + first_token[sample] + position, inside
+    # The sum waits for the device, in the packed layout only. Packing the batch waits for it as well.
     if shape[0] == 1 and shape[1] == int(lengths.sum()):
         starts = torch.cumsum(lengths, dim=0) - lengths
         return starts[sample] + position, inside
-    given = f"{tuple(shape)} tokens, the attention mask is {tuple(mask.shape)} with {int(lengths.sum())} real tokens"
-    needed = "Give padded batches (B, T) or packed ones (1, total), no sequence-parallel slices (ring attention)"
-    raise ValueError(f"replay cannot place its records: the model was given {given}. {needed}.")
+    raise ValueError(
+        f"replay cannot place its records: the model was given {tuple(shape)} tokens, the attention mask is"
+        f" {tuple(mask.shape)} with {int(lengths.sum())} real tokens. Give padded batches (B, T) or packed ones"
+        " (1, total), no sequence-parallel slices (ring attention)."
+    )
 
 
 class LastHidden:
@@ -104,42 +134,57 @@ class LastHidden:
         """
         self._subject = f"the last hidden states, which {reader} reads,"
         if head is None:
-            known = "are not known, since get_output_embeddings() is None"
-            raise UsageError(f"{self._subject} {known}. Use another model, or leave {reader} out.")
+            raise UsageError(
+                f"{self._subject} are not known, since get_output_embeddings() is None."
+                f" Use another model, or leave {reader} out."
+            )
         self._head = head
-        self._given: Tensor | None = None
+        self._states: Tensor | None = None  # the head's latest input
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
         def keep(_module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-            self._given = inputs[0]
+            self._states = inputs[0]
 
         hook = self._head.register_forward_pre_hook(keep)
         try:
             yield
         finally:
             hook.remove()
-            self._given = None
+            self._states = None
 
     def at(self, rows: Int64[Tensor, " positions"], count: int) -> Float[Tensor, "positions hidden"]:
         """The last hidden states of some of a forward's ``count`` rows of logits, with gradient."""
-        given = None if self._given is None else self._given.reshape(-1, self._given.shape[-1])
-        if given is None or len(given) != count:
-            seen = "was not called" if given is None else f"was given {len(given)} rows"
-            layer = f"{type(self._head).__name__}, the model's output layer, {seen} in a forward of {count} rows"
-            raise RuntimeError(f"{self._subject} are not known: {layer} of logits. A fused or sliced one hides them.")
-        return given[rows]
+        layer = f"{type(self._head).__name__}, the model's output layer,"
+        if self._states is None:
+            raise RuntimeError(
+                f"{self._subject} are not known: {layer} was not called in a forward of {count} rows of logits."
+                " A fused or sliced one hides them."
+            )
+        states = self._states.reshape(-1, self._states.shape[-1])  # (R, D)
+        if len(states) != count:
+            raise RuntimeError(
+                f"{self._subject} are not known: {layer} was given {len(states)} rows in a forward of {count} rows of"
+                " logits. A fused or sliced one hides them."
+            )
+        return states[rows]
 
 
 @dataclass
 class ReplayStats:
-    """Measures of the replayed forwards, on the model's device, a tensor for each forward."""
+    """Measures of the replayed forwards. Each list has a tensor for each forward, on the model's device.
 
-    # Relative shift of each recorded input, ‖e' − E[x]‖ / ‖E[x]‖, (N,); 0 where a position was cut off.
+    Attributes:
+        shifts: the relative shift of each recorded input, ‖e' − E[x]‖ / ‖E[x]‖, (N,); 0 where a position was cut off.
+        inside: which recorded positions the forward had, (N,) bool.
+        looked_at: how many inputs were compared with the whole vocabulary.
+        left_anchor: how many of these lie nearer to another token than to their heaviest candidate.
+    """
+
     shifts: list[Tensor] = field(default_factory=list)
-    inside: list[Tensor] = field(default_factory=list)  # which positions the forward had, (N,) bool
-    looked_at: list[Tensor] = field(default_factory=list)  # how many were compared with the whole vocabulary
-    left_anchor: list[Tensor] = field(default_factory=list)  # how many of these lie nearer to another token
+    inside: list[Tensor] = field(default_factory=list)
+    looked_at: list[Tensor] = field(default_factory=list)
+    left_anchor: list[Tensor] = field(default_factory=list)
 
     def shift_sum(self) -> float:
         """Sum of the relative shifts of all replayed positions."""
@@ -167,20 +212,35 @@ class ReplayScope:
         device: torch.device | None = None,
         hidden: LastHidden | None = None,
     ) -> None:
-        """``embedding``: ids of any shape to shape + (D,). ``module``: attached to the model, if any.
+        """Takes the modules; nothing is hooked before the scope is called.
 
-        ``perturbation``: of the records, needed where it has a density, as ``hidden`` where that reads hidden states.
-        ``look_up``: inputs of each forward with a look-up of the nearest token, if the matrix is whole (no ZeRO-3).
-        ``device``: of the forward; None for that of the embedding's parameters, which FSDP may move.
+        Args:
+            embedding: maps ids of any shape to shape + (D,).
+            measure: whether :class:`ReplayStats` are measured.
+            module: the perturbation's module that is attached to the model, if any.
+            perturbation: the one that made the records; needed where it has a density or detaches inputs.
+            look_up: how many inputs of each forward are compared with the whole vocabulary, where the matrix is whole
+                (it is not with ZeRO-3).
+            device: of the forward; None for the device of the embedding's parameters, which FSDP may move.
+            hidden: the last hidden states; needed where the density reads them.
         """
-        self._embedding, self._module, self._hidden = embedding, module, hidden
+        self._embedding = embedding
+        self._module = module
+        self._hidden = hidden
         self.perturbation = perturbation
-        self._measure, self._look_up, self._device = measure, look_up, device
-        self._shape = torch.Size()  # of a forward's tokens; empty before it
+        self._measure = measure
+        self._look_up = look_up
+        self._device = device
+        # Of the batch that is replayed.
         self._records: Sequence[ReplayRecord | None] = ()
-        self._mask: Tensor | None = None
+        self._mask: Tensor | None = None  # the attention mask
         self._flat: FlatRecords
-        self._bypassed, self.stats = False, ReplayStats()
+        # Of the latest forward.
+        self._shape = torch.Size()  # of its tokens; empty before the first forward
+        self._rows: Tensor  # the row of each recorded position, 0 where it was cut off, (N,) int64
+        self._inside: Tensor  # whether the forward has each recorded position, (N,) bool
+        self._bypassed = False  # whether lookup() calls the embedding module
+        self.stats = ReplayStats()
 
     @contextmanager
     def __call__(self, records: Sequence[ReplayRecord | None], attention_mask: Tensor | None) -> Iterator[ReplayStats]:
@@ -188,50 +248,69 @@ class ReplayScope:
 
         ``ValueError`` for a record of another model, ``RuntimeError`` where no forward went through the embedding.
         """
-        # Not the weight's shape, which is empty between forwards under ZeRO-3.
-        vocabulary, size = (getattr(self._embedding, name, None) for name in ("num_embeddings", "embedding_dim"))
-        for record in records:
-            if record is not None and vocabulary is not None and size is not None:
-                record.check_model(vocabulary, size, self._module is not None)
+        self._check_model(records)
         device = next(self._embedding.parameters()).device if self._device is None else self._device
-        # A batch without a perturbed position goes the same way: on several ranks all must gather and reduce alike.
+        # The hooks also run for a batch without perturbed positions: on several ranks all must gather and reduce alike.
         self._flat = flatten(records, device)
-        self._records, self._shape, self.stats = records, torch.Size(), ReplayStats()
+        self._records = records
         self._mask = None if attention_mask is None else attention_mask.to(device)
-        before = self._embedding.register_forward_pre_hook(self._append_candidates)
-        after = self._embedding.register_forward_hook(self._substitute)
+        self._shape = torch.Size()
+        self.stats = ReplayStats()
+        pre_hook = self._embedding.register_forward_pre_hook(self._append_candidates)
+        hook = self._embedding.register_forward_hook(self._substitute)
         try:
             with nullcontext() if self._hidden is None else self._hidden():
                 yield self.stats
             if not self._shape and any(record is not None for record in records):
-                missed = f"no forward went through {type(self._embedding).__name__}, its get_input_embeddings()"
-                raise RuntimeError(f"replay of {len(records)} records did not happen: {missed}.")
+                raise RuntimeError(
+                    f"replay of {len(records)} records did not happen: no forward went through"
+                    f" {type(self._embedding).__name__}, its get_input_embeddings()."
+                )
         finally:
-            before.remove()
-            after.remove()
+            pre_hook.remove()
+            hook.remove()
             self._mask = None
             del self._flat
+
+    def _check_model(self, records: Sequence[ReplayRecord | None]) -> None:
+        """Raises ``ValueError`` for a record of another model, where the embedding states its size."""
+        # By these attributes, since the weight's shape is empty between forwards under ZeRO-3.
+        vocabulary = getattr(self._embedding, "num_embeddings", None)
+        hidden_size = getattr(self._embedding, "embedding_dim", None)
+        if vocabulary is None or hidden_size is None:
+            return
+        for record in records:
+            if record is not None:
+                record.check_model(vocabulary, hidden_size, self._module is not None)
 
     def replayed(
         self, logits: Tensor, log_probs: Tensor, temperature: float, advantages: Tensor | None = None
     ) -> tuple[Replayed, Tensor]:
-        """The perturbed positions of the latest forward, for a density; and which exist (N,) bool, the others at row 0.
+        """The perturbed positions of the latest forward, for a density; and which of them exist, (N,) bool.
 
-        ``logits`` z̃ (R, V) need one row per token, or ``RuntimeError``; ``log_probs`` (R,) are of the token after each
-        row, ``advantages`` (B, A) of the last A tokens of each row of the batch.
+        A position that was cut off does not exist; it stands at row 0.
+
+        Args:
+            logits: z̃ of the forward, (R, V). ``RuntimeError`` unless there is one row per token.
+            log_probs: log π of the token after each row, (R,).
+            temperature: the sampling temperature.
+            advantages: of the last A tokens of each row of the batch, (B, A); None where there is no loss.
         """
         if not self._shape or self._shape.numel() != len(logits):
-            seen = "none" if not self._shape else f"{self._shape.numel()} tokens"
-            needed = "one row per token is needed (no sequence-parallel slices, no logits of the response only)"
-            raise RuntimeError(f"density: {len(logits)} rows of logits for a replayed forward of {seen}; {needed}.")
+            size = f"{self._shape.numel()} tokens" if self._shape else "none"
+            raise RuntimeError(
+                f"density: {len(logits)} rows of logits for a replayed forward of {size}; one row per token is needed"
+                " (no sequence-parallel slices, no logits of the response only)."
+            )
         _, edit = self._scaled()
         inside = self._inside & (self._rows > 0)
         rows = torch.where(inside, self._rows - 1, 0)  # the row before a position chose its token and its input
-        of_positions = None
+        position_advantages = None
         if advantages is not None:
-            column, known = self._columns(advantages.shape[1])
-            at = torch.where(known, self._flat.sample, 0), torch.where(known, column, 0)
-            of_positions = torch.where(known, advantages.to(column.device)[at], 0.0)
+            column, has_column = self._columns(advantages.shape[1])
+            sample = torch.where(has_column, self._flat.sample, 0)
+            column = torch.where(has_column, column, 0)
+            position_advantages = torch.where(has_column, advantages.to(column.device)[sample, column], 0.0)
         replayed = Replayed(
             logits,
             rows,
@@ -240,7 +319,7 @@ class ReplayScope:
             edit=edit,
             noise_keys=self._flat.noise_keys,
             lookup=self.lookup,
-            advantages=of_positions,
+            advantages=position_advantages,
             draw_keys=streams.keys(self._flat.seeds, self._flat.position, streams.Stream.WEIGHTS),
             hidden=None if self._hidden is None else self._hidden.at(rows, len(logits)),
             module=self._module,
@@ -248,31 +327,46 @@ class ReplayScope:
         return replayed, inside
 
     def to_tokens(self, values: Tensor, shape: tuple[int, int]) -> Tensor:
-        """Values of the recorded positions (N,) at their tokens in the last A of each row: ``shape`` (B, A), else 0."""
-        column, inside = self._columns(shape[1])
-        target = torch.where(inside, self._flat.sample * shape[1] + column, shape[0] * shape[1])
-        full = values.new_zeros(shape[0] * shape[1] + 1)
-        return full.index_add(0, target, values)[:-1].view(shape)
+        """Spreads values of the recorded positions, (N,), to the last A tokens of each row of the batch.
+
+        Returns ``shape`` (B, A), with 0 at tokens that are no recorded position.
+        """
+        batch, count = shape
+        column, has_column = self._columns(count)
+        # Values of positions without a column are added to a last place, which is dropped.
+        target = torch.where(has_column, self._flat.sample * count + column, batch * count)
+        spread = values.new_zeros(batch * count + 1).index_add(0, target, values)
+        return spread[:-1].view(shape)
 
     def _columns(self, count: int) -> tuple[Tensor, Tensor]:
         """The recorded positions' columns in the last ``count`` tokens of their rows, and which have one, (N,) each."""
-        flat, shape = self._flat, tuple(self._shape if self._mask is None else self._mask.shape)
-        padded, inside = flat_rows(flat.sample, flat.position, shape, self._mask)
-        column = padded - flat.sample * shape[1] - (shape[1] - count)
+        flat = self._flat
+        shape = tuple(self._shape if self._mask is None else self._mask.shape)  # padded, also where rows are packed
+        padded_row, inside = flat_rows(flat.sample, flat.position, shape, self._mask)
+        column = padded_row - flat.sample * shape[1] - (shape[1] - count)
         return column, inside & (column >= 0)
 
     def _scaled(self) -> tuple[float, InputEdit]:
         """The factor of the embedding's rows, such as Gemma's, and the recorded edit with σ and vectors times it."""
-        embedding, edit = self._embedding, self._flat.edit
-        scale = getattr(embedding, "scalar_embed_scale", getattr(embedding, "embed_scale", None))
-        own_forward = isinstance(embedding, nn.Embedding) and type(embedding).forward is not nn.Embedding.forward
-        if scale is None and own_forward:
-            why = f"replay cannot mix embeddings of {type(embedding).__name__}: its forward changes the matrix's rows"
-            raise ValueError(f"{why}. Use a model with a plain or scaled table as input embedding.")
-        dtype = next(embedding.parameters()).dtype  # a model rounds the factor to it, and so does vLLM
-        scale = 1.0 if scale is None else float(torch.as_tensor(scale).to(dtype))
-        sigma, vectors = (None if part is None else part * scale for part in (edit.sigma, edit.vectors))
-        return scale, replace(edit, sigma=sigma, vectors=vectors)
+        embedding = self._embedding
+        edit = self._flat.edit
+        factor = getattr(embedding, "scalar_embed_scale", getattr(embedding, "embed_scale", None))
+        has_own_forward = isinstance(embedding, nn.Embedding) and type(embedding).forward is not nn.Embedding.forward
+        if factor is None and has_own_forward:
+            raise ValueError(
+                f"replay cannot mix embeddings of {type(embedding).__name__}: its forward changes the matrix's rows."
+                " Use a model with a plain or scaled table as input embedding."
+            )
+        scale = 1.0
+        if factor is not None:
+            dtype = next(embedding.parameters()).dtype  # transformers and vLLM round the factor to it
+            scale = float(torch.as_tensor(factor).to(dtype))
+        scaled_edit = replace(
+            edit,
+            sigma=None if edit.sigma is None else edit.sigma * scale,
+            vectors=None if edit.vectors is None else edit.vectors * scale,
+        )
+        return scale, scaled_edit
 
     def lookup(self, ids: Tensor) -> Tensor:
         """Embeddings of ids of any shape without a replay, with gradient: shape + (D,)."""
@@ -283,6 +377,7 @@ class ReplayScope:
             self._bypassed = False
 
     def _append_candidates(self, _module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+        """The pre-hook of the embedding module: appends the candidates' ids to the tokens."""
         if self._bypassed:
             return None
         tokens = inputs[0]
@@ -290,54 +385,69 @@ class ReplayScope:
             raise ValueError(f"replay needs token ids of shape (B, T), not {tuple(tokens.shape)}.")
         batch = tokens.shape[0] if self._mask is None else self._mask.shape[0]
         if len(self._records) != batch:
-            needed = "give one per row, in batch order (None for a row without one)"
-            raise ValueError(f"replay has {len(self._records)} records for a batch of {batch}: {needed}.")
+            raise ValueError(
+                f"replay has {len(self._records)} records for a batch of {batch}: give one per row, in batch order"
+                " (None for a row without one)."
+            )
         self._shape = tokens.shape
         rows, self._inside = flat_rows(self._flat.sample, self._flat.position, tuple(tokens.shape), self._mask)
-        # A position that was cut off is pointed at row 0 and masked below: no data-dependent shape, no sync.
+        # A position that was cut off is put at row 0 and masked later. To leave it out would need a shape that depends
+        # on the data, which waits for the device.
         self._rows = torch.where(self._inside, rows, 0)
-        return (torch.cat([tokens.reshape(-1), self._flat.edit.ids.reshape(-1)]), *inputs[1:])
+        tokens_and_candidates = torch.cat([tokens.reshape(-1), self._flat.edit.ids.reshape(-1)])
+        return (tokens_and_candidates, *inputs[1:])
 
     def _substitute(self, _module: nn.Module, _inputs: tuple[Tensor, ...], output: Tensor) -> Tensor | None:
+        """The hook of the embedding module: cuts the candidates' embeddings off and writes their mixtures."""
         if self._bypassed:
             return None
         count = self._shape.numel()
         scale, edit = self._scaled()
-        plain, candidates = output[:count], output[count:].view(*edit.ids.shape, output.shape[-1])
-        learned: Mixer | None = self._module
-        if self._module is not None and scale != 1.0:
-            bare = self._module  # of bare embeddings, applied to multiplied ones
-
-            def learned(token: Tensor, mixture: Tensor) -> Tensor:
-                return scale * bare(token / scale, mixture / scale)
-
+        plain = output[:count]  # (B · T, D)
+        candidates = output[count:].view(*edit.ids.shape, output.shape[-1])  # (N, K, D)
         if self.perturbation is not None and self.perturbation.input_gradient == "none":
-            candidates = candidates.detach()  # and not the mixture, from which a module learns
-        mixed = mix(candidates, edit, self._flat.noise_keys, learned)
+            candidates = candidates.detach()  # not the mixture, which has the gradient to a module
+        mixed = mix(candidates, edit, self._flat.noise_keys, self._module_at(scale))  # (N, D)
         if self.perturbation is not None and self.perturbation.density_of_vector:
-            mixed = mixed.detach()  # a fixed action: the density has the whole gradient
+            mixed = mixed.detach()  # the input is the action: its density alone has a gradient
         if self._measure:
             with torch.no_grad():
                 own = plain[self._rows].float()
                 shift = (mixed.float() - own).norm(dim=-1) / own.norm(dim=-1)
-                self.stats.shifts.append(shift.nan_to_num(posinf=0.0) * self._inside)  # 0 for a row of zeros
+                shift = shift.nan_to_num(posinf=0.0)  # 0 for a token with an embedding of zeros
+                self.stats.shifts.append(shift * self._inside)
                 self.stats.inside.append(self._inside)
                 self._compare_with_vocabulary(mixed)
-        # Positions that were cut off are written to the first candidate's row, which is dropped with the rest.
+        # Positions that were cut off are written to the first candidate's row, which is dropped with the candidates.
         target = torch.where(self._inside, self._rows, count)
         return output.index_copy(0, target, mixed)[:count].view(*self._shape, -1)
 
+    def _module_at(self, scale: float) -> Mixer | None:
+        """The perturbation's module for embeddings that the model multiplies by ``scale``."""
+        module = self._module
+        if module is None or scale == 1.0:
+            return module
+
+        def on_scaled_embeddings(token: Tensor, mixture: Tensor) -> Tensor:
+            return scale * module(token / scale, mixture / scale)  # the module is of embeddings as the matrix has them
+
+        return on_scaled_embeddings
+
     def _compare_with_vocabulary(self, mixed: Tensor) -> None:
-        """Of a few inputs, how many lie nearer to another token than to their anchor, the heaviest candidate."""
-        edit, matrix = self._flat.edit, getattr(self._embedding, "weight", None)
+        """Counts, of a few inputs, those that lie nearer to another token than to their heaviest candidate."""
+        edit = self._flat.edit
+        matrix = getattr(self._embedding, "weight", None)
         count = min(self._look_up, len(edit.ids))
         if not count or matrix is None or matrix.dim() != 2 or matrix.shape[1] != mixed.shape[1]:
             return
-        chosen = ((torch.arange(count, device=mixed.device) + 0.5) * len(edit.ids) / count).long()
-        anchors = edit.ids.gather(1, edit.weights.argmax(dim=1, keepdim=True)).squeeze(1)[chosen]
+        evenly_spaced = (torch.arange(count, device=mixed.device) + 0.5) * len(edit.ids) / count
+        chosen = evenly_spaced.long()  # (count,)
+        heaviest = edit.weights.argmax(dim=1, keepdim=True)
+        anchors = edit.ids.gather(1, heaviest).squeeze(1)[chosen]
         inside = self._inside[chosen]
+        left_anchor = nearest_tokens(mixed[chosen], matrix, anchors) != anchors
         self.stats.looked_at.append(inside.sum())
-        self.stats.left_anchor.append(((nearest_tokens(mixed[chosen], matrix, anchors) != anchors) & inside).sum())
+        self.stats.left_anchor.append((left_anchor & inside).sum())
 
 
 @contextmanager
@@ -355,6 +465,6 @@ def replaying(
         attention_mask: (B, T), 1 at real tokens, needed for left padding and for packed input.
         perturbation: of the records, for its ``input_gradient``; None for "full".
     """
-    embedding, module = model.get_input_embeddings(), attached(model)
-    with ReplayScope(embedding, module=module, perturbation=perturbation)(records, attention_mask) as stats:
+    scope = ReplayScope(model.get_input_embeddings(), module=attached(model), perturbation=perturbation)
+    with scope(records, attention_mask) as stats:
         yield stats

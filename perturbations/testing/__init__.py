@@ -10,7 +10,8 @@ from functools import partial
 from typing import Any
 
 from perturbations import Gate, Perturbation, registry
-from perturbations.options import Options, coerce
+from perturbations.options import Limits, Options, coerce
+from perturbations.testing import gate as gate_checks
 from perturbations.testing import proposal
 from perturbations.testing.report import PerturbationError, require
 
@@ -19,7 +20,7 @@ __all__ = ["PerturbationError", "check_gate", "check_perturbation", "inspect", "
 _RESERVED = ("name", "config", "source")
 _CALL_SUPER = "Call super().__post_init__() first in your __post_init__: it checks the ranges."
 _Target = Options | type[Options] | str
-_Checks = Iterator[tuple[str, Callable[[], object]]]
+_Checks = Iterator[tuple[str, Callable[[], object]]]  # the title of each check, and its call
 
 
 def check_perturbation(perturbation: Perturbation | type[Perturbation] | str, **options: object) -> None:
@@ -43,23 +44,28 @@ def inspect(
 
     ``target`` and ``options`` as of :func:`check_perturbation`; ``kind``: ``perturbation`` or ``gate``.
     """
-    registry, checks = _SUITES[kind]
-    return outcomes(target, registry, checks, options)
+    registry_of_kind, checks = _SUITES[kind]
+    return outcomes(target, registry_of_kind, checks, options)
 
 
 def outcomes(
     target: _Target, registry: registry.Registry, own: Callable[[Any], _Checks], options: dict[str, Any]
 ) -> Iterator[tuple[str, PerturbationError | None]]:
     """As :func:`inspect`, for any registry; ``own`` gives the checks of its kind beyond those of all options."""
-    cls, made = registry.get(target) if isinstance(target, str) else target, None
-    if not isinstance(cls, type):
-        cls, made = type(cls), cls
-        if options:
-            late = f"options {', '.join(options)} come too late"
-            raise ValueError(f"{late}: this {registry.kind} is already made. Pass its class.")
-    declared = _outcome(partial(check_class, registry, cls, registry.base_class()))
-    yield "the class, and how its options are declared", declared
-    if declared is not None:
+    if isinstance(target, str):
+        cls = registry.get(target)
+    elif isinstance(target, type):
+        cls = target
+    else:
+        cls = type(target)
+    made = None if isinstance(target, (str, type)) else target
+    if made is not None and options:
+        raise ValueError(
+            f"options {', '.join(options)} come too late: this {registry.kind} is already made. Pass its class."
+        )
+    error_of_class = _outcome(partial(check_class, registry, cls, registry.base_class()))
+    yield "the class, and how its options are declared", error_of_class
+    if error_of_class is not None:
         return
     if made is None:
         cls.check_option_names(list(options))
@@ -68,8 +74,8 @@ def outcomes(
             made = cls(**options)
     yield "values out of range are refused, in words", _outcome(partial(check_options, made))
     yield "another process makes the same from its spec", _outcome(partial(check_spec, made))
-    for title, run in own(made):
-        yield title, _outcome(run)
+    for title, check in own(made):
+        yield title, _outcome(check)
 
 
 def _perturbation_checks(perturbation: Perturbation) -> _Checks:
@@ -82,113 +88,168 @@ def _perturbation_checks(perturbation: Perturbation) -> _Checks:
         yield "its learned parameters", partial(proposal.check_module, perturbation)
     for label, step in proposal.steps(vocabulary):
         yield f"proposals for {label}", partial(proposal.check_step, perturbation, label, step)
-    yield "no wait for the device", partial(proposal.check_waits, perturbation, proposal.steps(vocabulary)[1][1])
+    _, step = proposal.steps(vocabulary)[1]
+    yield "no wait for the device", partial(proposal.check_waits, perturbation, step)
 
 
 def _gate_checks(gate: Gate) -> _Checks:
-    yield "it decides something", partial(proposal.check_decides, gate)
-    yield "its plan of positions", partial(proposal.check_plan, gate)
-    yield "the state that it declares", partial(proposal.check_state, gate)
-    if _outcome(partial(proposal.check_state, gate)) is not None:
+    yield "it decides something", partial(gate_checks.check_decides, gate)
+    yield "its plan of positions", partial(gate_checks.check_plan, gate)
+    yield "the state that it declares", partial(gate_checks.check_state, gate)
+    if _outcome(partial(gate_checks.check_state, gate)) is not None:
         return
     for label, step in proposal.steps(64):
-        yield f"open rows for {label}", partial(proposal.check_open, gate, label, step)
+        yield f"open rows for {label}", partial(gate_checks.check_open, gate, label, step)
 
 
 _SUITES = {"perturbation": (registry.perturbations, _perturbation_checks), "gate": (registry.gates, _gate_checks)}
 
 
-def _outcome(run: Callable[[], object]) -> PerturbationError | None:
+def _outcome(check: Callable[[], object]) -> PerturbationError | None:
+    """The error of a check, or None where it passes."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         try:
-            run()
+            check()
         except PerturbationError as error:
             return error
     return None
 
 
-def _raise_first(findings: Iterator[tuple[str, PerturbationError | None]]) -> None:
-    for _, error in findings:
+def _raise_first(results: Iterator[tuple[str, PerturbationError | None]]) -> None:
+    for _, error in results:
         if error is not None:
             raise error
 
 
 def check_class(kind: registry.Registry, cls: type, base: type) -> None:
     """The class itself, and the declaration of each option."""
-    derived, home = isinstance(cls, type) and issubclass(cls, base), kind.base.replace(":", ".")
-    require(derived, f"{cls!r} is not a {kind.kind}.", f"Please derive it from {home}.")
-    name, fix = cls.__qualname__, "Write @dataclass(frozen=True, kw_only=True) above the class."
-    decorated = "__dataclass_fields__" in vars(cls)
-    require(decorated, f"{name} is not a dataclass, so its options would not be seen.", fix)
-    require(cls.__dataclass_params__.frozen, f"{name} can be changed after it is made.", fix)
-    word = "register_gate" if kind is registry.gates else "register"
-    fix = f'Write @{word}("its-name") above @dataclass, or name its file: ./file.py:{name}.'
-    require("name" in vars(cls), f"{name} has no name of its own.", fix)
+    require(
+        isinstance(cls, type) and issubclass(cls, base),
+        f"{cls!r} is not a {kind.kind}.",
+        f"Please derive it from {kind.base.replace(':', '.')}.",
+    )
+    name = cls.__qualname__
+    decorate = "Write @dataclass(frozen=True, kw_only=True) above the class."
+    is_decorated = "__dataclass_fields__" in vars(cls)
+    require(is_decorated, f"{name} is not a dataclass, so its options would not be seen.", decorate)
+    require(cls.__dataclass_params__.frozen, f"{name} can be changed after it is made.", decorate)
+    decorator = "register_gate" if kind is registry.gates else "register"
+    require(
+        "name" in vars(cls),
+        f"{name} has no name of its own.",
+        f'Write @{decorator}("its-name") above @dataclass, or name its file: ./file.py:{name}.',
+    )
     missing = ", ".join(sorted(getattr(cls, "__abstractmethods__", ())))
-    fix = f"See {base.__name__} for arguments and result."
-    require(not missing, f"{cls.name}: {missing} must be implemented.", fix)
+    require(
+        not missing,
+        f"{cls.name}: {missing} must be implemented.",
+        f"See {base.__name__} for arguments and result.",
+    )
     for field in dataclasses.fields(cls):
-        label = f"{cls.name}: option {field.name!r}"
-        reserved = field.name in _RESERVED or field.name.startswith(registry.GATE_OPTION)
-        require(not reserved, f"{label} has a reserved name ({', '.join(_RESERVED)}).", "Please rename the option.")
-        fix = f"Declare it as {field.name}: … = option(default, help)."
-        require(field.default is not dataclasses.MISSING, f"{label} has no default.", fix)
-        require(field.metadata.get("help"), f"{label} has no help text for `ngrpo train --help`.", fix)
-        try:
-            coerce(cls, field, field.default, kind.kind)
-        except ValueError as error:
-            what = f"{label} refuses its own default {field.default!r}: {error}"
-            raise PerturbationError(what, "Change the default or the range.") from error
-        except Exception as error:
-            what = f"{label} has a type that a command line cannot give ({type(error).__name__}: {error})."
-            fix = "Annotate it as int, float, bool or str, or one of these with `| None`."
-            raise PerturbationError(what, fix) from error
+        _check_declaration(kind, cls, field)
+
+
+def _check_declaration(kind: registry.Registry, cls: type, field: dataclasses.Field) -> None:
+    """The declaration of one option."""
+    label = f"{cls.name}: option {field.name!r}"
+    is_reserved = field.name in _RESERVED or field.name.startswith(registry.GATE_OPTION)
+    require(not is_reserved, f"{label} has a reserved name ({', '.join(_RESERVED)}).", "Please rename the option.")
+    declare = f"Declare it as {field.name}: … = option(default, help)."
+    require(field.default is not dataclasses.MISSING, f"{label} has no default.", declare)
+    require(field.metadata.get("help"), f"{label} has no help text for `ngrpo train --help`.", declare)
+    try:
+        coerce(cls, field, field.default, kind.kind)
+    except ValueError as error:
+        raise PerturbationError(
+            f"{label} refuses its own default {field.default!r}: {error}",
+            "Change the default or the range.",
+        ) from error
+    except Exception as error:
+        raise PerturbationError(
+            f"{label} has a type that a command line cannot give ({type(error).__name__}: {error}).",
+            "Annotate it as int, float, bool or str, or one of these with `| None`.",
+        ) from error
 
 
 def check_options(made: Options) -> None:
     """Values out of range are refused, by a message with the value."""
     cls = type(made)
-    present = {f.name: getattr(made, f.name) for f in dataclasses.fields(made)}
+    options = {field.name: getattr(made, field.name) for field in dataclasses.fields(made)}
     for field in dataclasses.fields(made):
-        low, high, above, choices = (field.metadata.get(limit) for limit in ("low", "high", "above", "choices"))
-        bad = [None if low is None else low - 1, None if high is None else high + 1, above]
-        for value in [value for value in bad if value is not None] + (["no-such-choice"] if choices else []):
-            label, error = f"{cls.name}: {field.name}={value!r}, which is out of range,", None
+        for value in _values_out_of_range(field):
+            label = f"{cls.name}: {field.name}={value!r}, which is out of range,"
+            error = None
             try:
-                cls(**{**present, field.name: value})
+                cls(**{**options, field.name: value})
             except Exception as raised:
                 error = raised
             require(error, f"{label} is accepted.", _CALL_SUPER)
-            seen = f"{type(error).__name__} ({error})"
-            require(isinstance(error, ValueError), f"{label} raises {seen} instead of ValueError.", _CALL_SUPER)
-            named = repr(value) in str(error) or f"{value:g}" in str(error)
-            what = f"{label} is refused without naming the value ({error})."
-            require(named, what, "Put the value into the message.")
+            require(
+                isinstance(error, ValueError),
+                f"{label} raises {type(error).__name__} ({error}) instead of ValueError.",
+                _CALL_SUPER,
+            )
+            require(
+                repr(value) in str(error) or f"{value:g}" in str(error),
+                f"{label} is refused without naming the value ({error}).",
+                "Put the value into the message.",
+            )
+
+
+def _values_out_of_range(field: dataclasses.Field) -> list[Any]:
+    """A value beyond each limit of an option."""
+    limits = Limits.of(field)
+    values: list[Any] = []
+    if limits.low is not None:
+        values.append(limits.low - 1)
+    if limits.high is not None:
+        values.append(limits.high + 1)
+    if limits.above is not None:
+        values.append(limits.above)
+    if limits.choices:
+        values.append("no-such-choice")
+    return values
 
 
 def check_spec(made: Options) -> None:
     """Another process can make the same object from the spec."""
-    name, spec = made.name, made.spec()
+    name = made.name
+    spec = made.spec()
     try:
         plain = json.loads(json.dumps(spec))
     except TypeError as error:
-        what = f"{name}: spec() is not plain data ({error}), so it cannot be sent to another process."
-        raise PerturbationError(what, "Options must be scalars: int, float, bool, str or None.") from error
-    what = f"{name}: its class {spec['name']!r} is inside a function, where no other process finds it."
-    require("<locals>" not in spec["name"], what, "Move it to the top of a module or a file.")
+        raise PerturbationError(
+            f"{name}: spec() is not plain data ({error}), so it cannot be sent to another process.",
+            "Options must be scalars: int, float, bool, str or None.",
+        ) from error
+    require(
+        "<locals>" not in spec["name"],
+        f"{name}: its class {spec['name']!r} is inside a function, where no other process finds it.",
+        "Move it to the top of a module or a file.",
+    )
     try:
         again = made.registry.create(**plain)
     except ValueError as error:
         options = {key: value for key, value in spec.items() if not key.endswith("source")}
-        what = f"{name}: create(**spec()) fails for {options}: {error}"
-        raise PerturbationError(what, "The class must take each value of spec().") from error
-    fix = "Each option must survive being passed again, and two classes must not share a name."
-    same = type(again) is type(made) and again == made
-    require(same, f"{name}: create(**spec()) gives {again!r}, not {made!r}.", fix)
-    for how, one in (("asked twice", made), ("made again from the spec", again)):
-        seen, expected = one.fingerprint(), made.fingerprint()
-        what = f"{name}: fingerprint() is not stable: {how}, it is {seen} instead of {expected}."
-        require(seen == expected, what, "It must depend on the options alone.")
-    unchanged = pickle.loads(pickle.dumps(made)) == made
-    require(unchanged, f"{name}: pickle changes it.", "Do not override __reduce__.")
+        raise PerturbationError(
+            f"{name}: create(**spec()) fails for {options}: {error}",
+            "The class must take each value of spec().",
+        ) from error
+    require(
+        type(again) is type(made) and again == made,
+        f"{name}: create(**spec()) gives {again!r}, not {made!r}.",
+        "Each option must survive being passed again, and two classes must not share a name.",
+    )
+    expected = made.fingerprint()
+    for how, fingerprint in (
+        ("asked twice", made.fingerprint()),
+        ("made again from the spec", again.fingerprint()),
+    ):
+        require(
+            fingerprint == expected,
+            f"{name}: fingerprint() is not stable: {how}, it is {fingerprint} instead of {expected}.",
+            "It must depend on the options alone.",
+        )
+    unpickled = pickle.loads(pickle.dumps(made))
+    require(unpickled == made, f"{name}: pickle changes it.", "Do not override __reduce__.")

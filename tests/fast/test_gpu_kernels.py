@@ -9,7 +9,7 @@ from benchmarks.cuda_without_gpu.fake import decode_step, fake_cuda
 from benchmarks.exactness import in_tree
 from ngrpo.rollout.sample_tokens import exponentials, sample_by_blocks, sample_tokens
 from perturbations import create, streams
-from perturbations.row_blocks import BLOCK, _by_blocks, entropy, largest, log_total, summary
+from perturbations.row_blocks import BLOCK, _largest_by_blocks, entropy, largest, log_total, summary
 
 pytestmark = pytest.mark.skipif(torch.backends.cuda.is_built(), reason="needs PyTorch's build for CPUs")
 
@@ -77,11 +77,11 @@ def test_the_largest_by_blocks_are_those_of_a_sort_and_on_a_gpu_ties_stand_by_ri
     logits[2, ::2] = 0.0
     logits[2, 1::2] = -0.0
     values, ids = torch.sort(logits, dim=-1, descending=True, stable=True)
-    found, at = _by_blocks(logits, k, summary(logits).maxima)
+    found, at = _largest_by_blocks(logits, k, summary(logits).maxima)
     assert torch.equal(found, values[:, :k]) and torch.equal(at, ids[:, :k])
-    alone = [_by_blocks(row, k, summary(row).maxima)[1] for row in logits.split(1)]
+    alone = [_largest_by_blocks(row, k, summary(row).maxima)[1] for row in logits.split(1)]
     assert torch.equal(at, torch.cat(alone)), "in any batch"
-    assert _by_blocks(logits[:0], k, summary(logits[:0]).maxima)[1].shape == (0, k)
+    assert _largest_by_blocks(logits[:0], k, summary(logits[:0]).maxima)[1].shape == (0, k)
     on_cpu, at = largest(logits, k)
     assert torch.equal(on_cpu, values[:, :k]) and torch.equal(on_cpu, logits.gather(-1, at))
     assert all(len(set(row)) == k for row in at.tolist())

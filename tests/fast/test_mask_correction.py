@@ -15,8 +15,8 @@ from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.trainers.common.log_probs import corrected, densities, with_overrides
 from ngrpo.trainers.common.sample_records import Conversation
 from perturbations import FinishedTrajectory, ReplayRecord, UsageError, create
+from perturbations.replay.sampling_mask import SamplingMask
 from perturbations.replay.scope import ReplayScope
-from perturbations.replay.trajectory import SamplingMask
 from tests.fast.density_model import Model, log_probs_of, record_of
 from tests.fast.density_steps import V, a_step, likely
 from tests.fast.run import check_flags, run_of

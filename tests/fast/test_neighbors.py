@@ -206,7 +206,7 @@ def test_half_precision_rows_are_multiplied_with_a_result_in_float32(monkeypatch
         return (exact + 2.0**-9 * size * torch.randn(exact.shape, generator=draws).sign()).float()
 
     monkeypatch.setattr(torch, "mm", mm)
-    index._mixed, index._native = True, False
+    index._float32_results, index._bfloat16_products = True, False
     found = index.query(torch.arange(300), 2)
     assert set(asked) == {(torch.bfloat16, torch.bfloat16, torch.float32)}
     assert torch.equal(found[0], want[0]) and torch.equal(found[1], want[1])

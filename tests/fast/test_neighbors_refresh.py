@@ -115,7 +115,7 @@ def test_the_hot_path_does_not_look_at_values(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch.Tensor, "item", None)
     watched.query(torch.tensor([2, 3]), 1)
     monkeypatch.undo()
-    assert watched._asked.tolist() == [True, False, True, True, False]
+    assert watched._queried.tolist() == [True, False, True, True, False]
 
 
 def test_policies_are_read() -> None:

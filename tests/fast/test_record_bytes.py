@@ -14,7 +14,8 @@ from ngrpo.trainers.common import sample_records
 from perturbations import ReplayRecord, UsageError, create, parameters, replaying
 from perturbations.replay import packing
 from perturbations.replay.packing import MOST_CANDIDATES
-from perturbations.replay.trajectory import FinishedTrajectory, SamplingMask, model_fingerprint
+from perturbations.replay.sampling_mask import SamplingMask
+from perturbations.replay.trajectory import FinishedTrajectory, model_fingerprint
 from tests.fast.replay_examples import Embedder, a_record, small
 
 CASES = {

@@ -9,7 +9,7 @@ import torch
 
 from ngrpo.rollout import sampling_support
 from ngrpo.rollout.sampling_support import SamplingMaskStore, SamplingSupport
-from perturbations.replay.trajectory import SamplingMask
+from perturbations.replay.sampling_mask import SamplingMask
 
 Dense = dict[int, dict[int, np.ndarray]]  # slot, position: which tokens were left, (V,) bool
 

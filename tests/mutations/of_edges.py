@@ -10,13 +10,13 @@ MUTATIONS = {
     ("ngrpo/methods/advantages/verified.py", _FURTHER): [
         ("(1.0 - rewards) * penalty", "(rewards < 1.0) * penalty", "lens: a fractional reward pays the whole penalty"),
         (
-            "torch.where(right, torch.maximum(difficulty, by_sampling), difficulty)",
-            "torch.maximum(difficulty, by_sampling)",
+            "torch.where(has_right, torch.maximum(difficulty, difficulty_by_sampling), difficulty)",
+            "torch.maximum(difficulty, difficulty_by_sampling)",
             "lens: D of Eq. 14 without a right response",
         ),
         (
-            "torch.where(rewards > 0.0, rewards * (-total).exp(), 0.0)",
-            "torch.where(rewards > 0.0, (-total).exp(), 0.0)",
+            "torch.where(rewards > 0.0, rewards * (-log_prob).exp(), 0.0)",
+            "torch.where(rewards > 0.0, (-log_prob).exp(), 0.0)",
             "lens: a fractional reward counts 1 in D",
         ),
     ],
@@ -27,7 +27,11 @@ MUTATIONS = {
         ("rho: float = option(0.875", "rho: float = option(0.9", "spo: another default of rho"),
     ],
     ("ngrpo/methods/advantages/base.py", _ADVANTAGES): [
-        ("left[left > 0]", "left[left > 1]", "a response whose group is all overlong gets 0"),
+        (
+            "group_sizes[group_sizes > 0]",
+            "group_sizes[group_sizes > 1]",
+            "a response whose group is all overlong gets 0",
+        ),
     ],
     ("ngrpo/methods/credits/covariance.py", _ADVANTAGES): [
         ("share: float = option(2e-3", "share: float = option(2e-2", "kl_cov: another default of share"),
@@ -37,7 +41,11 @@ MUTATIONS = {
         ("        0.02, ", "        0.05, ", "lp_reg: another default of kappa"),
     ],
     ("ngrpo/methods/credits/token_credits.py", "test_credits_by_hand.py"): [
-        ("torch.where(probabilities >= least", "torch.where(probabilities > least", "lp_reg: Z without the boundary"),
+        (
+            "torch.where(probabilities >= threshold",
+            "torch.where(probabilities > threshold",
+            "lp_reg: Z without the boundary",
+        ),
     ],
     ("ngrpo/trainers/openrlhf/step_advantages.py", _FURTHER): [
         (
@@ -83,11 +91,15 @@ MUTATIONS = {
     ("perturbations/replay/routing.py", _ROUTING): [
         ("if choice.choices != 1:", "if choice.choices < 1:", "routing: a router that chooses twice passes"),
         (
-            "                if own is not None:\n                    router.forward = own\n",
+            "                if forward_before is not None:\n                    router.forward = forward_before\n",
             "",
             "routing: an outer scope is lost",
         ),
-        ("if each.shape[1:] != wanted:", "if each.shape[1] != wanted[0]:", "routing: another number of experts passes"),
+        (
+            "if array.shape[1:] != expected:",
+            "if array.shape[1] != expected[0]:",
+            "routing: another number of experts passes",
+        ),
     ],
     ("ngrpo/rollout/routed_experts.py", "test_routed_experts.py"): [
         ("<= _MOST_IN_A_BYTE", "< _MOST_IN_A_BYTE", "routing: 256 experts take two bytes"),

@@ -3,7 +3,7 @@
 
 _GRADIENT = "test_policy_gradient.py::test_the_gradient_is_the_true_one"
 _LOSS = "ngrpo/trainers/common/log_probs.py"
-_STORE = "perturbations/replay/trajectory.py"
+_STORE = "perturbations/replay/sampling_mask.py"
 _LEFT = "ngrpo/rollout/sampling_support.py"
 _MASKED = "test_mask_correction.py"
 _STORED = "test_sampling_mask_store.py"
@@ -29,7 +29,11 @@ MUTATIONS = {
         ),
     ],
     ("perturbations/methods/gaussian.py", "test_density.py"): [
-        ("(replayed.temperature / self.tau)", "(1.0 / self.tau)", "gaussian: the temperature is missing in τ"),
+        (
+            "scale = replayed.temperature / self.tau",
+            "scale = 1.0 / self.tau",
+            "gaussian: the temperature is missing in τ",
+        ),
         ("ids = replayed.top(self.k)", "ids = edit.ids", "gaussian: the mean is over the recorded tokens"),
     ],
     ("perturbations/methods/gaussian.py", f"{_GRADIENT}[gaussian-soft-density-bandit]"): [
@@ -50,10 +54,10 @@ MUTATIONS = {
         (" + self.head(mixture[:0]).sum()", "", "tarpo: a rank that asked nothing has no gradient"),
     ],
     ("perturbations/replay/scope.py", f"{_GRADIENT}[tarpo-density-two-steps]"): [
-        ("return given[rows]", "return given[rows].detach()", "the decision does not train the policy"),
+        ("return states[rows]", "return states[rows].detach()", "the decision does not train the policy"),
     ],
     ("perturbations/replay/scope.py", "test_tarpo.py"): [
-        ("return given[rows]", "return given[rows + 1]", "the hidden state of the row after the one that decided"),
+        ("return states[rows]", "return states[rows + 1]", "the hidden state of the row after the one that decided"),
     ],
     ("ngrpo/rollout/step_kernels.py", "test_tarpo.py"): [
         (
@@ -73,18 +77,22 @@ MUTATIONS = {
         ("scores[is_label] - highest -", "scores[is_label] -", "sampling mask: the largest score is not put back"),
     ],
     (_STORE, _STORED): [
-        ("np.delete(every, ids) if cut else ids", "ids", "sampling mask: tokens cut for tokens left"),
-        ("np.int64) + named)", "np.int64) + 1)", "sampling mask: tokens that are skipped counted one too many"),
+        ("np.delete(vocabulary, ids) if cut else ids", "ids", "sampling mask: tokens cut for tokens left"),
+        ("np.int64) + names_a_token)", "np.int64) + 1)", "sampling mask: tokens that are skipped counted one too many"),
     ],
     (_LEFT, _STORED): [
         ("bits[:, -1] &= (1 << size % 8) - 1", "bits[:, -1] &= 0xFF", "sampling mask: ids beyond the vocabulary"),
     ],
     ("perturbations/methods/token_draws.py", _MIXTURES): [
-        ("masked_fill(again, -torch.inf)", "masked_fill(again, 0.0)", "multiplex: what stands in for no token counts"),
+        (
+            "masked_fill(is_repeated, -torch.inf)",
+            "masked_fill(is_repeated, 0.0)",
+            "multiplex: what stands in for no token counts",
+        ),
         ("scores.sum(dim=-1)", "scores[:, 0] * self.k", "multiplex: the density of the first draw alone"),
     ],
     ("perturbations/step.py", _MIXTURES): [
-        ("torch.where(gone, -torch.inf, inside)", "inside", "distinct draws: a token twice"),
+        ("torch.where(is_excluded, -torch.inf, logits)", "logits", "distinct draws: a token twice"),
         ("self.logits if self.drawable is None else self.drawable", "self.logits", "further draws ignore the mask"),
         ("streams.exponential(keys, counters).log()", "streams.gumbel(keys, counters)", "further draws: the sign"),
     ],
@@ -95,17 +103,21 @@ MUTATIONS = {
         ("(1.0 + h) * p", "p", "selar: nothing is added to the others"),
     ],
     ("perturbations/methods/token_draws.py", "test_cuts.py"): [
-        (".exp() >= self.delta", ".exp() >= 0.0", "cuts: no token is too unlikely"),
+        ("probabilities >= self.delta", "probabilities >= 0.0", "cuts: no token is too unlikely"),
         ("step.uniform(ids)", "step.gumbel(ids) + values", "cuts: drawn by probability"),
     ],
     ("perturbations/methods/latent.py", _MIXTURES): [
-        ("noisy / self.tau", "noisy", "lepo: τ is missing"),
-        ("ids[:, 0])", "ids.gather(-1, noisy.argmax(-1, keepdim=True))[:, 0])", "lepo: the text follows the noise"),
-        (".clamp(low, high) - low)", ".clamp(low, high))", "latent: the noise is not one-sided"),
+        ("noisy_log_p / self.tau", "noisy_log_p", "lepo: τ is missing"),
+        (
+            "tokens=ids[:, 0])",
+            "tokens=ids.gather(-1, noisy_log_p.argmax(-1, keepdim=True))[:, 0])",
+            "lepo: the text follows the noise",
+        ),
+        (".clamp(low, high) - low  #", ".clamp(low, high)  #", "latent: the noise is not one-sided"),
         ("replayed.advantages <= 0.0", "replayed.advantages >= 0.0", "latent: turned for good answers"),
     ],
     ("perturbations/top_tokens.py", _SETS): [
-        ("cumsum(dim=-1) < (top_p", "cumsum(dim=-1) <= (top_p", "top-p: a token too many at the bound"),
+        ("cumsum(dim=-1) < limit", "cumsum(dim=-1) <= limit", "top-p: a token too many at the bound"),
         ('        "top_k",\n', '        "vocabulary",\n', "top-p: the releases' order is not the default"),
     ],
     ("perturbations/methods/soft.py", _SETS): [
@@ -133,8 +145,8 @@ MUTATIONS = {
         ('fed.index_copy_(0, gated_rows, edited.recorded["fed"])', "fed[:] = True", "state: told that all is fed"),
     ],
     ("perturbations/replay/routing.py", "test_routing.py"): [
-        ("(scores.gather(1, indices), indices)", "(own.values, indices)", "routing: the weights of other experts"),
-        ("(len(each),), i)", "(len(each),), 0)", "routing: all experts are the first sample's"),
+        ("values = scores.gather(1, indices)", "values = own_choice.values", "routing: the weights of other experts"),
+        ("np.full(len(array), sample,", "np.full(len(array), 0,", "routing: all experts are the first sample's"),
     ],
     ("ngrpo/rollout/routed_experts.py", "test_routed_experts.py"): [
         ("counts[step.slots]) | step.drawn", "counts[step.slots])", "routing: a token drawn again keeps old experts"),

@@ -11,12 +11,16 @@ MUTATIONS = {
     ("ngrpo/methods/advantages/base.py", "test_advantages.py"): [
         ("= rewards - rewards[:, :1]", "= rewards", "group_norm: the float32 mean of equal rewards is not their value"),
         ("correction=min(1, rewards.shape[1] - 1)", "correction=0", "group_norm: the deviation of a population"),
-        ("complete & (left == size)", "(left == size).expand_as(complete)", "overlong answers count in their groups"),
+        (
+            "complete & (group_sizes == size)",
+            "(group_sizes == size).expand_as(complete)",
+            "overlong answers count in their groups",
+        ),
     ],
     ("ngrpo/methods/advantages/groupwise.py", "test_advantages.py"): [
         (" + self.n * mean.square()", "", "ngrpo: virtual answers are missing in the deviation"),
-        ("(1.0 + seen.to", "(2.0 + seen.to", "copo: 2 + N in place of 1 + N"),
-        ("(rewards.dtype)).sqrt()", "(rewards.dtype))", "copo: no square root"),
+        ("(1.0 + counts)", "(2.0 + counts)", "copo: 2 + N in place of 1 + N"),
+        ("(1.0 + counts).sqrt()", "(1.0 + counts)", "copo: no square root"),
     ],
     ("ngrpo/methods/advantages/verified.py", "test_advantages.py"): [
         ("return rewards.clone()", "return rewards - 1.0", "psr: wrong answers count"),
@@ -27,10 +31,10 @@ MUTATIONS = {
             ">= rewards.amin(-1, keepdim=True)",
             "reinforce_rej: uniform groups count",
         ),
-        ("return (1.0 - 2.0 * self.p) * (true", "return (true", "s_grpo: the factor 1 − 2p is missing"),
+        ("weight = (1.0 - 2.0 * self.p) * (true", "weight = (true", "s_grpo: the factor 1 − 2p is missing"),
     ],
     ("ngrpo/methods/advantages/groupwise.py", _FLAGS): [
-        ("below = rewards - self.max_reward", "below = rewards - 1.0", "ngrpo: max_reward is ignored"),
+        ("below_maximum = rewards - self.max_reward", "below_maximum = rewards - 1.0", "ngrpo: max_reward is ignored"),
         ('("0.16", "0.24")', '("0.24", "0.16")', "ngrpo: the clip range the wrong way round"),
         ("{self.max_reward - self._rounding:.7f}", "{self.max_reward:.7f}", "ngrpo: 0.7 is not 0.7 in float32"),
     ],
@@ -46,9 +50,13 @@ MUTATIONS = {
     ],
     ("ngrpo/methods/advantages/best_of_k.py", _OBJECTIVES): [
         ("comb(n - c, k) / comb(n, k)", "((n - c) / n) ** k", "pass_at_k: groups are drawn with replacement"),
-        ("(missed * (1.0 - missed)) ** 0.5", "missed * (1.0 - missed)", "pass_at_k: divided by the variance"),
-        ("comb(j - 1, k - 2) if k > 1", "comb(j, k - 2) if k > 1", "pkpo: the sets that a larger reward decides"),
-        ("scatter(-1, order, values)", "scatter(-1, order.argsort(-1), values)", "pkpo: values by rank, not by answer"),
+        ("(no_right * (1.0 - no_right)) ** 0.5", "no_right * (1.0 - no_right)", "pass_at_k: divided by the variance"),
+        ("sets = comb(j - 1, k - 2)", "sets = comb(j, k - 2)", "pkpo: the sets that a larger reward decides"),
+        (
+            "scatter(-1, order, by_rank)",
+            "scatter(-1, order.argsort(-1), by_rank)",
+            "pkpo: values by rank, not by answer",
+        ),
     ],
     ("ngrpo/methods/advantages/base.py", _OBJECTIVES): [
         ("share * (self.k_end - self.k)", "share * (self.k - self.k_end)", "annealing goes the wrong way"),
@@ -61,17 +69,21 @@ MUTATIONS = {
         ("normalised(advantages.reshape(1, -1))", "normalised(advantages)", "spo: normalized over the group"),
     ],
     ("ngrpo/methods/advantages/groupwise.py", _OBJECTIVES): [
-        ("torch.expm1(self.beta * below)", "torch.expm1(below)", "rs_grpo: β is missing in the exponent"),
+        ("torch.expm1(self.beta * below_best)", "torch.expm1(below_best)", "rs_grpo: β is missing in the exponent"),
         ("(utility - mean) / (1.0 + mean)", "(utility - mean)", "rs_grpo: not divided by the group's mean"),
     ],
     ("ngrpo/methods/advantages/verified.py", _OBJECTIVES): [
-        ("keepdim=True)) / mean, 0.0)", "keepdim=True)), 0.0)", "maxrl: not divided by the mean"),
+        ("centered / mean, 0.0)", "centered, 0.0)", "maxrl: not divided by the mean"),
     ],
     ("ngrpo/methods/advantages/verified.py", _FURTHER): [
-        ("confidence = (total / tokens).exp()", "confidence = total.exp()", "lens: long answers are never confident"),
+        (
+            "confidence = (log_prob / tokens).exp()",
+            "confidence = log_prob.exp()",
+            "lens: long answers are never confident",
+        ),
         ("(difficulty - confidence) / rewards.shape[1]", "(difficulty - confidence)", "lens: not divided by G"),
         ("states = states - states.mean(1, keepdim=True)", "states = states * 1.0", "rep_exp: states are not centered"),
-        ("kernel + self.ridge * torch", "kernel + torch", "rep_exp: λ is ignored"),
+        ("kernel + self.ridge * identity", "kernel + identity", "rep_exp: λ is ignored"),
     ],
     ("ngrpo/trainers/openrlhf/model_actors.py", _FURTHER): [
         ("[rows[sample == i] + 1 for", "[rows[sample == i] for", "rep_exp: the states that chose the tokens"),
@@ -81,7 +93,11 @@ MUTATIONS = {
     ],
     ("ngrpo/methods/credits/token_credits.py", _IN_LOSS): [
         ("entropies > quantiles", "entropies < quantiles", "simko: where the policy is sure"),
-        ("candidates.mean(dim=1) - tokens.log_probs[right]", "candidates.mean(dim=1)", "simko: the token keeps all"),
+        (
+            "log_probs_of_likeliest.mean(dim=1) - tokens.log_probs[right]",
+            "log_probs_of_likeliest.mean(dim=1)",
+            "simko: the token keeps all",
+        ),
         ("largest=False", "largest=True", "lp_reg: the likeliest tokens"),
         ("log_probs.detach() - mass", "log_probs - mass", "lp_reg: the proxy has a gradient"),
     ],
@@ -90,7 +106,7 @@ MUTATIONS = {
     ],
     ("ngrpo/methods/credits/covariance.py", _IN_LOSS): [
         ("(advantages - advantages.mean())", "advantages", "covariance: the mean advantage is not taken off"),
-        ("found <= self.high", "found < self.high", "clip_cov: the upper bound itself is left out"),
+        ("covariance <= self.high", "covariance < self.high", "clip_cov: the upper bound itself is left out"),
         ("self.beta * log_ratio.abs()", "log_ratio.abs()", "kl_cov: β is missing"),
     ],
     ("ngrpo/trainers/common/policy_loss.py", _IN_LOSS): [
@@ -100,7 +116,11 @@ MUTATIONS = {
     ("ngrpo/methods/credits/token_credits.py", "test_credits.py"): [
         ("entropies.topk(", "(-entropies).topk(", "top_entropy: the smallest entropies"),
         ("/ self.kappa", "/ 2.0", "entropy_bonus: κ is missing"),
-        ('torch.where(positive, mean, -torch.inf), "amax"', 'mean, "amax"', "first_token: a wrong answer is the best"),
+        (
+            'torch.where(is_positive, means, -torch.inf), "amax"',
+            'means, "amax"',
+            "first_token: a wrong answer is the best",
+        ),
     ],
     ("ngrpo/trainers/openrlhf/step_advantages.py", "test_credits.py"): [
         ("maker.training_step, place) for", "maker.training_step, 0) for", "credits: all responses have one seed"),
@@ -113,7 +133,7 @@ MUTATIONS = {
         ("divergence < self.target", "divergence > self.target", "psn: σ away from the target"),
     ],
     ("ngrpo/methods/policy_noises/base.py", "test_policy_noises.py"): [
-        ("parameter.data.copy_(clean[name])\n", "pass\n", "the trainer keeps the noise"),
+        ("parameter.data.copy_(clean_values[name])\n", "pass\n", "the trainer keeps the noise"),
         ('"policy noise", self.seed, sync, name', '"policy noise", self.seed, name', "the same noise in every sync"),
     ],
     ("ngrpo/trainers/openrlhf/trainer.py", "test_policy_noises.py"): [
@@ -124,10 +144,10 @@ MUTATIONS = {
         ("weights.clamp(low, high)", "weights", "the mean of weights that are not cut"),
     ],
     ("ngrpo/methods/sampling_schedules/temperatures.py", "test_sampling_schedules.py"): [
-        ("self.growth * step", "self.growth", "ead: d does not grow with the training"),
+        ("self.growth * s)", "self.growth)", "ead: d does not grow with the training"),
         ("at.generated < self.c", "at.generated <= self.c", "ead: one token too many at temperature 1"),
         ("self.theta / at.entropies()", "self.theta * at.entropies()", "edt: hot where the model is sure"),
-        ("math.log(target / last)", "math.log(last / target)", "e3: away from the target"),
+        ("math.log(target / last_entropy)", "math.log(last_entropy / target)", "e3: away from the target"),
         ("0.5 * (1.0 + math.cos(math.pi * x))", "(1.0 - x)", "e3: the target falls evenly"),
         ("(self.most / self.least) ** share", "(1.0 + (self.most / self.least - 1.0) * share)", "ladder: even steps"),
     ],
@@ -168,14 +188,14 @@ MUTATIONS = {
         ("min(1.0, maker.training_step / steps)", "1.0", "the weights are whole from the first step"),
     ],
     ("ngrpo/methods/second_rounds/base.py", _SECOND_ROUNDS): [
-        ("right if len(right) < size", "right if len(right) <= size", "no wrong answer stays"),
+        ("if len(right) < size", "if len(right) <= size", "no wrong answer stays"),
         ("ratio = log_probs - behavior", "ratio = behavior - log_probs", "ρ upside down"),
     ],
     ("ngrpo/methods/second_rounds/lope.py", _SECOND_ROUNDS): [
-        ("at = opening(text, tokenizer)", "at = 0", "lope: before the template"),
+        ("start = opening(text, tokenizer)", "start = 0", "lope: before the template"),
     ],
     ("ngrpo/methods/second_rounds/igrpo.py", _SECOND_ROUNDS): [
-        ("best = max(reward", "best = min(reward", "igrpo: the worst draft"),
+        ("best_reward = max(reward", "best_reward = min(reward", "igrpo: the worst draft"),
     ],
     ("ngrpo/methods/second_rounds/igrpo.py", _SECOND_ROUNDS_TRAINING): [
         ("        return {}", "        return super().flags(flags)", "igrpo: no KL term"),

@@ -137,30 +137,34 @@ MUTATIONS = {
     ("perturbations/neighbors/exact.py", _NEIGHBORS): [
         ("_ROUNDING_L1 = 2.0**-10", "_ROUNDING_L1 = 0.0", "exact: l1 products are taken for exact"),
         ("_ROUNDING = 2.0**-7", "_ROUNDING = 0.0", "exact: products are taken for exact"),
-        ("values[:, right == 0.0] = -1.0", "values[:, right == 0.0] = 0.0", "exact: a zero vector is orthogonal"),
-        ("(right > 0.0), 2.0, _ROUNDING)", "(right > 0.0), _ROUNDING, _ROUNDING)", "exact: a tiny row's underflow"),
-        ("_ROUNDING * right.square(), _ROUNDING * left.square()", "_ROUNDING, _ROUNDING", "exact: slack of l2"),
+        ("values[:, norm_b == 0.0] = -1.0", "values[:, norm_b == 0.0] = 0.0", "exact: a zero vector is orthogonal"),
+        ("(norm_b > 0.0), 2.0, _ROUNDING)", "(norm_b > 0.0), _ROUNDING, _ROUNDING)", "exact: a tiny row's underflow"),
+        ("_ROUNDING * norm_b.square()", "_ROUNDING", "exact: slack of l2"),
         (
-            "torch.where(scale > 0.0, score / scale",
-            "torch.where(scale >= 0.0, score / scale",
+            "torch.where(norms > 0.0, cosine",
+            "torch.where(norms >= 0.0, cosine",
             "exact: cosine of zero is 0",
         ),
     ],
     ("perturbations/neighbors/exact.py", "test_neighbors_ranks.py"): [
-        ("others += self._shard.first", "others += 0", "exact: ids of a rank's own rows"),
-        ("here = (at >= 0) & (at", "here = (at < len(self.norms)) & (at", "exact: another rank's token is out"),
+        ("neighbors += self._shard.first", "neighbors += 0", "exact: ids of a rank's own rows"),
+        (
+            "is_local = (own_columns >= 0) &",
+            "is_local = (own_columns < len(self.norms)) &",
+            "exact: another rank's token is out",
+        ),
     ],
     ("perturbations/neighbors/base.py", _NEIGHBORS): [
         ("self._excluded.sum()) - 1, 0)", "self._excluded.sum()), 0)", "neighbors: a token may be its own"),
         ("(token_ids < 0) | (token_ids >= self._size)", "(token_ids >= self._size)", "neighbors: a negative id"),
         (
-            "ids, by_id = ids.sort(dim=-1)",
-            "ids, by_id = ids.sort(dim=-1, descending=True)",
+            "ids_by_id, by_id = ids.sort(dim=-1)",
+            "ids_by_id, by_id = ids.sort(dim=-1, descending=True)",
             "neighbors: ties by the higher id",
         ),
     ],
     ("perturbations/neighbors/hnsw.py", _HNSW): [
-        ("scores[:, 1:].masked_fill_(ids[:, 1:] == ids[:, :-1], -torch.inf)", "pass", "hnsw: a candidate twice"),
+        ("scores[:, 1:].masked_fill_(is_repeated, -torch.inf)", "pass", "hnsw: a candidate twice"),
         (
             "-self._exact.norms.float() if self",
             "self._exact.norms.float() if self",
@@ -174,20 +178,24 @@ MUTATIONS = {
         ),
     ],
     ("perturbations/neighbors/words.py", "test_neighbors_words.py"): [
-        ("        if len(short):\n", "        if False:\n", "words: too few others among the nearest"),
-        ("i if _UNKNOWN in text else", "i if False else", "words: parts of characters are one word"),
+        ("        if len(short_rows):\n", "        if False:\n", "words: too few others among the nearest"),
+        ("if _REPLACEMENT not in text:", "if True:", "words: parts of characters are one word"),
         (
-            "[*of_texts, *range(len(of_texts), size)]",
-            "[*of_texts, *[0] * (size - len(of_texts))]",
+            "numbers = list(range(size))",
+            "numbers = [0] * size",
             "words: padding is a word",
         ),
     ],
     ("perturbations/neighbors/refresh.py", "test_neighbors_refresh.py"): [
-        ("            changed = changed[:count]", "            pass", "drift: sets of older weights are the last ones"),
+        (
+            "                changed = changed[:followed_before]",
+            "                pass",
+            "drift: sets of older weights are the last ones",
+        ),
         ("if self._on_demand and self._every != 1:", "if False:", "refresh: rows of later weights"),
         (
-            "self._outlived = not due and not self._on_demand",
-            "self._outlived = False",
+            "self._is_of_older_weights = not is_due and not self._on_demand",
+            "self._is_of_older_weights = False",
             "refresh: a larger k of new weights",
         ),
         ("        self._k = 0\n        if not k", "        if not k", "drift: counted without a query"),

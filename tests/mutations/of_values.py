@@ -22,12 +22,16 @@ MUTATIONS = {
         ("probabilities.detach() + densities", "edit.weights + densities", "normal: another mean than its own"),
     ],
     ("perturbations/density.py", "test_density.py"): [
-        ("torch.where(below, -share,", "torch.where(below, -noise,", "exact: noise below a bound"),
+        ("torch.where(below, -exp_minus_noise,", "torch.where(below, -noise,", "exact: noise below a bound"),
         ("seen = kept & (weights >= SMALLEST)", "seen = kept", "exact: a lost weight counts as seen"),
-        (".clamp(*_REACH)", "", "censored noise has no bounds"),
+        (".clamp(*_FINITE_NOISE)", "", "censored noise has no bounds"),
     ],
     ("perturbations/methods/latent.py", "test_density.py"): [
-        ("- own) / self.scale + low", "- own) / self.scale", "latent, exact: the shift of the noise"),
+        (
+            "- log_p_of_mixed) / self.scale + low",
+            "- log_p_of_mixed) / self.scale",
+            "latent, exact: the shift of the noise",
+        ),
         ("log_density + densities", "log_density + 0.0 * densities", "latent, exact: the tokens not mixed are missing"),
     ],
     ("perturbations/replay/scope.py", "test_density_loss.py"): [
@@ -48,7 +52,11 @@ MUTATIONS = {
         ('in ("head", "both")', 'in ("head",)', "freezing both leaves the head out"),
     ],
     ("ngrpo/methods/credits/token_credits.py", "test_credits.py"): [
-        (".unique(return_inverse=True)[1]", "", "first_token: an empty answer before the last group aborts the step"),
+        (
+            "_, groups = tokens.groups[first_tokens].unique(return_inverse=True)",
+            "groups = tokens.groups[first_tokens]",
+            "first_token: an empty answer before the last group aborts the step",
+        ),
     ],
     ("ngrpo/trainers/verl/overrides.py", "test_advantages.py"): [
         ("token_level_rewards.sum(dim=-1)", "token_level_rewards[:, -1]", "verl: the reward of the last column"),
@@ -64,11 +72,19 @@ MUTATIONS = {
         ('run["steps"][1:] or run["steps"]', 'run["steps"]', "the warm-up step has a speed"),
     ],
     ("perturbations/replay/scope.py", "test_hrpo.py"): [
-        ("if self._module is not None and scale != 1.0", "if False", "a module is fed scaled embeddings"),
+        ("if module is None or scale == 1.0:", "if True:", "a module is fed scaled embeddings"),
     ],
     ("perturbations/replay/scope.py", "test_replay.py"): [
-        ('widened(r.weights, "constant")', 'widened(r.weights, "edge")', "narrow records are widened with weights"),
-        ("np.zeros((len(r), *shape", "np.ones((len(r), *shape", "a record without noise beside one with it has noise"),
+        (
+            'widened(record.weights, "constant")',
+            'widened(record.weights, "edge")',
+            "narrow records are widened with weights",
+        ),
+        (
+            "np.zeros((len(record), *shape",
+            "np.ones((len(record), *shape",
+            "a record without noise beside one with it has noise",
+        ),
     ],
     ("ngrpo/rollout/runners.py", "test_sampling_schedules_run.py"): [
         (

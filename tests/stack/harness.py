@@ -13,7 +13,8 @@ import torch
 
 from ngrpo.rollout.records import take_finished
 from perturbations import ReplayRecord, replaying
-from perturbations.replay.trajectory import FinishedTrajectory, SamplingMask
+from perturbations.replay.sampling_mask import SamplingMask
+from perturbations.replay.trajectory import FinishedTrajectory
 from tests.token_log_probs import log_probs_of
 
 QUESTIONS = [

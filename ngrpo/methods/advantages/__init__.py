@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from ngrpo.methods.advantages.base import Advantage
 
-# What OpenRLHF 0.11.2 computes itself (--algo.advantage.estimator) and is not repeated here.
+# The estimators of OpenRLHF 0.11.2 (--algo.advantage.estimator), which are not repeated here.
 OPENRLHF_ESTIMATORS = ("gae", "reinforce", "rloo", "reinforce_baseline", "dr_grpo", "flash_reinforce")
 
 _FAMILIES = {
@@ -26,26 +26,33 @@ _FAMILIES = {
     "verified": ("lens", "maxrl", "nsr", "psr", "reinforce_rej", "rep_exp", "s_grpo", "spo", "w_reinforce"),
 }
 registry = Registry("advantage", f"{__name__}:Advantage", __name__, "ngrpo.advantages", _FAMILIES)
-register, available = registry.register, registry.available
+register = registry.register
+available = registry.available
 
 
 def create(name: str, **options: object) -> Advantage:
     """Makes an advantage, as :meth:`perturbations.registry.Registry.create`."""
     if name.lower() in ("n-grpo", "n_grpo"):
-        n_grpo = "N-GRPO, the mixing of neighbors, is --perturbation neighbor"
-        both = f"two methods have nearly this name. {n_grpo}; NGRPO, negative-enhanced GRPO, is --advantage ngrpo"
-        raise UsageError(f"unknown advantage {name!r}: {both}.")
+        raise UsageError(
+            f"unknown advantage {name!r}: two methods have nearly this name. N-GRPO, the mixing of neighbors, is"
+            " --perturbation neighbor; NGRPO, negative-enhanced GRPO, is --advantage ngrpo."
+        )
     if name in OPENRLHF_ESTIMATORS:
-        fix = f"leave --advantage out and give --algo.advantage.estimator {name}. Ours: {', '.join(available())}"
-        raise UsageError(f"unknown advantage {name!r}: OpenRLHF computes that one itself; {fix}.")
+        raise UsageError(
+            f"unknown advantage {name!r}: OpenRLHF computes that one itself; leave --advantage out and give"
+            f" --algo.advantage.estimator {name}. Ours: {', '.join(available())}."
+        )
     return registry.create(name, **options)
 
 
 def compute(name: str, rewards: Tensor, *, further: Tensor | None = None, **options: object) -> Tensor:
     """The advantages of P groups of G responses, (P, G) float32 or wider; ``UsageError`` for wrong input.
 
-    ``rewards``: (P, G), one row for each prompt. ``further``: what the advantage's attribute ``needs`` names.
-    ``name`` and ``options``: as of :func:`create`.
+    Args:
+        name: of the advantage.
+        rewards: (P, G), one row for each prompt.
+        further: the numbers that the advantage's attribute ``needs`` names, (P, G, …).
+        options: of the advantage.
     """
     return create(name, **options).compute(rewards, further)
 

@@ -15,10 +15,11 @@ from ngrpo.methods.advantages import registry as _registry
 from perturbations.errors import UsageError
 from perturbations.options import Options, option
 
-# Rewards are sums of float32; nearer to the maximum than this counts as the maximum.
+# A reward that is nearer to the maximum than this counts as the maximum: rewards are sums of float32.
 ROUNDING = 1e-5
 
-# What else an advantage may need, (P, G, …); ngrpo/trainers/openrlhf/step_advantages.py has it measured.
+# The numbers besides the rewards that an advantage may need, (P, G, …). step_advantages.py in ngrpo/trainers/openrlhf/
+# has them measured.
 FURTHER = {
     "counts": "how often each response was seen before",
     "log_probs": "the sum of each response's log-probabilities and the number of its tokens",
@@ -34,13 +35,15 @@ class Advantage(Options, ABC):
     kind: ClassVar[str] = "advantage"
     registry: ClassVar[Any] = _registry
     paper: ClassVar[str] = "none named"
-    # What else it needs, a name of FURTHER, where `counted = True` is "counts"; whether each group's advantages sum
-    # to 0, whatever its rewards; whether responses beyond the length limit are no part of their groups, and get 0; and
-    # whether all advantages of a training step are normalized together.
+    # The numbers that it needs besides the rewards: a name of FURTHER, or none.
     needs: ClassVar[str] = ""
+    # Another way to write needs = "counts".
     counted: ClassVar[bool] = False
+    # Whether each group's advantages sum to 0, whatever its rewards.
     sums_to_zero: ClassVar[bool] = False
+    # Whether responses that the length limit has cut off are left out of their groups, with advantage 0.
     leaves_out_overlong: ClassVar[bool] = False
+    # Whether all advantages of a training step are normalized together.
     normalized_over_step: ClassVar[bool] = False
 
     def __init_subclass__(cls) -> None:
@@ -54,7 +57,8 @@ class Advantage(Options, ABC):
     def formula(self, rewards: Tensor, further: Tensor | None) -> Tensor:
         """The advantages of P groups, (P, G): each row is a function of its own row.
 
-        ``rewards``: (P, G) finite, float32 or wider. ``further``: (P, G, …), what ``needs`` names; None where nothing.
+        ``rewards``: (P, G) finite, float32 or wider. ``further``: the numbers that ``needs`` names, (P, G, …); None
+        where it names none.
         """
 
     def at_step(self, step: int) -> Advantage:
@@ -71,54 +75,68 @@ class Advantage(Options, ABC):
 
         ``overlong``: which responses were cut off, (P, G) bool; ignored unless ``leaves_out_overlong``.
         """
-        label, shape = f"advantage {self.name}:", tuple(rewards.shape)
+        label = f"advantage {self.name}:"
+        shape = tuple(rewards.shape)
         if len(shape) != 2:
             raise UsageError(f"{label} rewards of shape {shape}; (P, G) is needed, a row for each prompt.")
-        further = further if self.needs else None
-        if self.needs and (further is None or further.shape[:2] != rewards.shape):
-            given = f"{self.needs}={None if further is None else tuple(further.shape)}"
-            needed = f"a tensor of the rewards' shape {shape} is needed: {FURTHER[self.needs]}"
-            raise UsageError(f"{label} {given}; {needed}.")
+        if not self.needs:
+            further = None
+        elif further is None or further.shape[:2] != rewards.shape:
+            further_shape = None if further is None else tuple(further.shape)
+            raise UsageError(
+                f"{label} {self.needs}={further_shape}; a tensor of the rewards' shape {shape} is needed:"
+                f" {FURTHER[self.needs]}."
+            )
         for row, column in (~rewards.isfinite()).nonzero().tolist():
-            given = f"the reward of prompt {row}, response {column} is {rewards[row, column].item()}"
-            raise UsageError(f"{label} {given}. Finite rewards are needed: repair the reward function.")
+            raise UsageError(
+                f"{label} the reward of prompt {row}, response {column} is {rewards[row, column].item()}."
+                " Finite rewards are needed: repair the reward function."
+            )
         if further is not None:
             self.check_further(further)
         rewards = rewards.to(torch.promote_types(rewards.dtype, torch.float32))
         self.check_rewards(rewards)
         if overlong is None or not self.leaves_out_overlong:
             return self.formula(rewards, further)
-        result, complete = torch.zeros_like(rewards), ~overlong
-        left = complete.sum(-1, keepdim=True)
-        for size in left[left > 0].unique().tolist():  # groups with as many responses left go together
-            here = complete & (left == size)
-            of_size = None if further is None else further[here].view(-1, size, *further.shape[2:])
-            result[here] = self.formula(rewards[here].view(-1, size), of_size).flatten().to(result)
-        return result
+        return self._of_complete(rewards, further, complete=~overlong)
+
+    def _of_complete(self, rewards: Tensor, further: Tensor | None, complete: Tensor) -> Tensor:
+        """The advantages within the complete responses of each group, and 0 for the other ones, (P, G)."""
+        advantages = torch.zeros_like(rewards)
+        group_sizes = complete.sum(-1, keepdim=True)  # (P, 1)
+        # The formula takes groups of one size, so those with the same number of complete responses go together.
+        for size in group_sizes[group_sizes > 0].unique().tolist():
+            chosen = complete & (group_sizes == size)  # (P, G)
+            chosen_rewards = rewards[chosen].view(-1, size)
+            chosen_further = None if further is None else further[chosen].view(-1, size, *further.shape[2:])
+            advantages[chosen] = self.formula(chosen_rewards, chosen_further).flatten().to(advantages)
+        return advantages
 
     def check_rewards(self, rewards: Tensor) -> None:
         """Raises ``UsageError`` for rewards (P, G) that the formula is not made for."""
 
     def check_further(self, further: Tensor) -> None:
-        """Raises ``UsageError`` for what else it needs, (P, G, …), if that is not finite."""
-        for row, column in (~further.isfinite()).unsqueeze(-1).flatten(2).any(-1).nonzero().tolist():
+        """Raises ``UsageError`` unless the numbers that it needs besides the rewards, (P, G, …), are finite."""
+        is_broken = (~further.isfinite()).unsqueeze(-1).flatten(2).any(-1)  # (P, G)
+        for row, column in is_broken.nonzero().tolist():
             raise UsageError(
                 f"advantage {self.name}: {self.needs} of prompt {row}, response {column} are"
                 f" {further[row, column].tolist()}. Finite numbers are needed: {FURTHER[self.needs]}."
             )
 
     def refuse(self, rewards: Tensor, fault: str) -> None:
-        """Raises ``UsageError`` for the first of these rewards, if any."""
+        """Raises ``UsageError`` for the first of the rewards, if there is one; ``fault`` ends the message."""
         if len(rewards):
             raise UsageError(f"advantage {self.name}: a reward of {float(rewards[0]):g} is {fault}")
 
     def largest(self, size: int) -> float:
-        """The size that an advantage can reach among ``size`` compared responses; 0 where OpenRLHF's clip, 10, fits."""
+        """The largest |A| among ``size`` compared responses; 0 where it is below 10, at which OpenRLHF clips."""
         return 0.0
 
     def flags(self, flags: Flags) -> dict[str, Default]:
         """Defaults of OpenRLHF's flags that belong to the method, in view of the others."""
-        # The estimator with groups, no critic, no discount and no further normalisation; its value is replaced.
+        # The estimator that has groups, and neither a critic nor a discount nor a further normalisation. Its values are
+        # replaced by those of the formula.
         return {"--algo.advantage.estimator": "group_norm"}
 
     def notes(self, flags: Flags) -> list[str]:
@@ -128,10 +146,11 @@ class Advantage(Options, ABC):
 
 def normalised(rewards: Tensor, least: float = 1e-9) -> Tensor:
     """(r − mean) / (std + least) within each row of (P, G), with the sample standard deviation."""
-    # A row of equal values gives exactly 0; its float32 mean may be off, which division by 1e-9 would blow up.
-    apart = rewards - rewards[:, :1]
-    deviation = apart.std(-1, correction=min(1, rewards.shape[1] - 1), keepdim=True)
-    return (apart - apart.mean(-1, keepdim=True)) / (deviation + least)
+    # Relative to the first reward, so that equal rewards give exactly 0. Their float32 mean may differ from them by a
+    # rounding error, which the division by 1e-9 would make large.
+    differences = rewards - rewards[:, :1]
+    deviation = differences.std(-1, correction=min(1, rewards.shape[1] - 1), keepdim=True)  # 0 for a single response
+    return (differences - differences.mean(-1, keepdim=True)) / (deviation + least)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,9 +160,11 @@ class VerifiedAdvantage(Advantage):
     paper: ClassVar[str] = "a baseline of NGRPO, arXiv 2509.18851"
 
     def check_rewards(self, rewards: Tensor) -> None:
-        outside = rewards[(rewards < 0.0) | (rewards > 1.0 + ROUNDING)]
-        fix = "Let the reward function give those, or use --advantage group_norm or ngrpo."
-        self.refuse(outside, f"not in [0, 1], where 1 is a correct response. {fix}")
+        self.refuse(
+            rewards[(rewards < 0.0) | (rewards > 1.0 + ROUNDING)],
+            "not in [0, 1], where 1 is a correct response. Let the reward function give those, or use --advantage"
+            " group_norm or ngrpo.",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,8 +179,11 @@ class AnnealedK(Advantage):
     def at_step(self, step: int) -> AnnealedK:
         if self.k_end is None:
             return self
-        share = float(step >= self.k_steps) if self.k_change == "switch" else min(step / self.k_steps, 1.0)
-        return replace(self, k=round(self.k + share * (self.k_end - self.k)), k_end=None)
+        share = min(step / self.k_steps, 1.0)
+        if self.k_change == "switch":
+            share = float(step >= self.k_steps)
+        k = round(self.k + share * (self.k_end - self.k))
+        return replace(self, k=k, k_end=None)
 
     @property
     def changes_over_run(self) -> bool:
@@ -168,15 +192,18 @@ class AnnealedK(Advantage):
     def check_group(self, size: int) -> None:
         """Raises ``UsageError`` where k does not fit groups of this size."""
         if self.k > size:
-            limit = f"must be in [1, {size}], the responses to each prompt (--rollout.n_samples_per_prompt)"
-            raise UsageError(f"advantage {self.name}: k={self.k}: {limit}. Lower k, or ask for more responses.")
+            raise UsageError(
+                f"advantage {self.name}: k={self.k}: must be in [1, {size}], the responses to each prompt"
+                " (--rollout.n_samples_per_prompt). Lower k, or ask for more responses."
+            )
 
     def check_rewards(self, rewards: Tensor) -> None:
         self.check_group(rewards.shape[1])
 
     def flags(self, flags: Flags) -> dict[str, Default]:
         size = flags.or_default("--rollout.n_samples_per_prompt")
-        for advantage in (self, self.at_step(self.k_steps)):
-            if size.isdecimal():
-                advantage.check_group(int(size))
+        if size.isdecimal():
+            at_the_end = self.at_step(self.k_steps)
+            self.check_group(int(size))
+            at_the_end.check_group(int(size))
         return super().flags(flags)

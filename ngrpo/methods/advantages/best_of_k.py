@@ -29,39 +29,50 @@ class PassAtK(AnnealedK):
 
     def check_rewards(self, rewards: Tensor) -> None:
         super().check_rewards(rewards)
-        neither = rewards[(rewards.abs() > ROUNDING) & ((rewards - 1.0).abs() > ROUNDING)]
-        fix = "Let the reward function give those, or use --advantage pkpo, which takes any rewards."
-        self.refuse(neither, f"neither 0 for a wrong nor 1 for a right response. {fix}")
+        is_wrong = rewards.abs() <= ROUNDING
+        is_right = (rewards - 1.0).abs() <= ROUNDING
+        self.refuse(
+            rewards[~is_wrong & ~is_right],
+            "neither 0 for a wrong nor 1 for a right response. Let the reward function give those, or use --advantage"
+            " pkpo, which takes any rewards.",
+        )
 
     def formula(self, rewards: Tensor, further: Tensor | None) -> Tensor:
         """(1 − ρ)/σ for a right response, (1 − ρ − C(N−c−1, k−1)/C(N−1, k−1))/σ for a wrong one; 0 where σ is 0.
 
         ρ = 1 − C(N−c, k)/C(N, k) with c right of N, σ = √(ρ (1 − ρ)). Combined: (c/N) A_k + (1 − c/N) A_1.
         """
-        right = rewards > 0.5
-        size, number = rewards.shape[1], right.sum(dim=-1)
-        values = _table(size, self.k)
+        is_right = rewards > 0.5
+        right_count = is_right.sum(dim=-1)  # (P,)
+        size = rewards.shape[1]
+        table = _table(size, self.k)
         if self.form == "combined":
-            share = torch.arange(size + 1, dtype=torch.float64).unsqueeze(-1) / size
-            values = share * values + (1.0 - share) * _table(size, 1)
-        values = values.to(rewards)[number]
-        return torch.where(right, values[:, :1], values[:, 1:])
+            share_right = torch.arange(size + 1, dtype=torch.float64).unsqueeze(-1) / size
+            table = share_right * table + (1.0 - share_right) * _table(size, 1)
+        of_right_and_wrong = table.to(rewards)[right_count]  # (P, 2)
+        return torch.where(is_right, of_right_and_wrong[:, :1], of_right_and_wrong[:, 1:])
 
 
 def _table(n: int, k: int) -> Tensor:
-    """The advantages of a right and a wrong response by how many of n are right, (n + 1, 2) float64."""
+    """The advantages of a right and of a wrong response, (n + 1, 2) float64: row c is for c right responses of n."""
     rows = []
     for c in range(n + 1):
-        missed = comb(n - c, k) / comb(n, k)
-        deviation = (missed * (1.0 - missed)) ** 0.5
-        wrong = comb(n - c - 1, k - 1) / comb(n - 1, k - 1) if c < n else 0.0
-        rows.append([missed / deviation, (missed - wrong) / deviation] if deviation else [0.0, 0.0])
+        no_right = comb(n - c, k) / comb(n, k)  # 1 − ρ: the share of sets of k that hold no right response
+        deviation = (no_right * (1.0 - no_right)) ** 0.5
+        if not deviation:
+            rows.append([0.0, 0.0])
+            continue
+        no_right_beside_wrong = comb(n - c - 1, k - 1) / comb(n - 1, k - 1) if c < n else 0.0
+        of_right = no_right / deviation
+        of_wrong = (no_right - no_right_beside_wrong) / deviation
+        rows.append([of_right, of_wrong])
     return torch.tensor(rows, dtype=torch.float64)
 
 
-_LEAST = {"s": 0, "loo": 1, "loo_minus_one": 0}
-# Rewards go up to this, and with them values up to 3 k times it: k for s, and for loo's baseline k n / (n − 1) more.
-_LARGEST = 10_000
+# How many responses a group must have beyond k.
+_BEYOND_K = {"s": 0, "loo": 1, "loo_minus_one": 0}
+# The largest reward. An advantage is at most 3 k times as large: k for s, and k n / (n − 1) for the baseline of loo.
+_LARGEST_REWARD = 10_000
 
 
 @register("pkpo")
@@ -79,21 +90,25 @@ class PKPO(AnnealedK):
     scaled: bool = option(True, "multiply by the group's size, since the loss averages over its responses")
 
     def check_group(self, size: int) -> None:
-        """Also: a baseline without the response itself needs more than k others, and one of k - 1 a k of at least 2."""
+        """Also: the baseline of loo is of k responses besides the response itself."""
         super().check_group(size)
-        if self.k + _LEAST[self.variant] > size:
-            least = f"must be below the group's {size} responses (--rollout.n_samples_per_prompt)"
-            fix = "Lower it, or take variant=loo_minus_one"
-            raise UsageError(f"advantage pkpo: k={self.k} with variant=loo: {least}. {fix}.")
+        if self.k + _BEYOND_K[self.variant] > size:
+            raise UsageError(
+                f"advantage pkpo: k={self.k} with variant=loo: must be below the group's {size} responses"
+                " (--rollout.n_samples_per_prompt). Lower it, or take variant=loo_minus_one."
+            )
 
     def largest(self, size: int) -> float:
-        """An only right response has k times its reward, and less of a baseline."""
-        return 3.0 * _LARGEST * max(self.k, self.k_end or 1)
+        """A bound: k times the reward, and the baseline."""
+        return 3.0 * _LARGEST_REWARD * max(self.k, self.k_end or 1)
 
     def check_rewards(self, rewards: Tensor) -> None:
         super().check_rewards(rewards)
-        limits = f"[-{_LARGEST}, {_LARGEST}], beyond which the clip would cut its advantage"
-        self.refuse(rewards[rewards.abs() > _LARGEST], f"not in {limits}. Divide the rewards by a constant.")
+        self.refuse(
+            rewards[rewards.abs() > _LARGEST_REWARD],
+            f"not in [-{_LARGEST_REWARD}, {_LARGEST_REWARD}], beyond which the clip would cut its advantage."
+            " Divide the rewards by a constant.",
+        )
 
     def formula(self, rewards: Tensor, further: Tensor | None) -> Tensor:
         """s_i is the mean, over all sets of k responses, of the maximum of sets with i, times their share.
@@ -102,29 +117,45 @@ class PKPO(AnnealedK):
         """
         wide = rewards.double()
         if self.variant == "loo_minus_one" and self.k > 1:
-            wide = wide - wide[:, :1]  # unchanged by it, and so a group of equal rewards gives exactly 0
-        ordered, order = wide.sort(dim=-1)
-        values = ordered @ _matrix(rewards.shape[1], self.k, self.variant).to(wide.device).T
-        values = values * (rewards.shape[1] if self.scaled else 1.0)
-        return torch.empty_like(wide).scatter(-1, order, values).to(rewards.dtype)
+            # A constant changes none of these advantages. With it, a group of equal rewards gives exactly 0.
+            wide = wide - wide[:, :1]
+        size = rewards.shape[1]
+        sorted_rewards, order = wide.sort(dim=-1)  # (P, G) each
+        by_rank = sorted_rewards @ _matrix(size, self.k, self.variant).to(wide.device).T
+        by_rank = by_rank * (size if self.scaled else 1.0)
+        return torch.empty_like(wide).scatter(-1, order, by_rank).to(rewards.dtype)
 
 
 @lru_cache
 def _matrix(n: int, k: int, variant: str) -> Tensor:
-    """What each response, by its rank, gets of each reward, by its rank: (n, n) float64."""
+    """The advantages as a linear map of the sorted rewards, (n, n) float64.
 
-    def baseline(i: int, j: int) -> float:
-        if j == i or variant == "s" or (variant == "loo_minus_one" and k == 1):
-            return 0.0
-        rank = j - (j > i)  # among the others
-        if variant == "loo":
-            return k / (n - 1) * comb(rank, k - 1) / comb(n - 1, k)
-        return k / n * comb(rank, k - 2) / comb(n - 1, k - 1)
+    Row i has the factors of all rewards, by their rank j from the smallest, in the advantage of the response of rank i.
+    """
+    rows = []
+    for i in range(n):
+        rows.append([_estimate(n, k, i, j) - _baseline(n, k, variant, i, j) for j in range(n)])
+    return torch.tensor(rows, dtype=torch.float64)
 
-    def own(i: int, j: int) -> float:
-        if j < i:
-            return 0.0
-        ways = comb(i, k - 1) if j == i else comb(j - 1, k - 2) if k > 1 else 0
-        return ways / comb(n, k)
 
-    return torch.tensor([[own(i, j) - baseline(i, j) for j in range(n)] for i in range(n)], dtype=torch.float64)
+def _estimate(n: int, k: int, i: int, j: int) -> float:
+    """The share of all sets of k responses that hold the one of rank i, and whose best response is that of rank j."""
+    if j < i:
+        return 0.0
+    if j == i:
+        sets = comb(i, k - 1)  # with k − 1 responses below i
+    elif k > 1:
+        sets = comb(j - 1, k - 2)  # with i, j and k − 2 other responses below j
+    else:
+        sets = 0
+    return sets / comb(n, k)
+
+
+def _baseline(n: int, k: int, variant: str, i: int, j: int) -> float:
+    """The factor of the reward of rank j in the baseline of the response of rank i, which does not depend on i's."""
+    if j == i or variant == "s" or (variant == "loo_minus_one" and k == 1):
+        return 0.0
+    rank_without_i = j - 1 if j > i else j
+    if variant == "loo":
+        return k / (n - 1) * comb(rank_without_i, k - 1) / comb(n - 1, k)
+    return k / n * comb(rank_without_i, k - 2) / comb(n - 1, k - 1)

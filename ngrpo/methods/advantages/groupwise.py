@@ -52,8 +52,9 @@ class CountBonus(Advantage):
 
     def formula(self, rewards: Tensor, further: Tensor | None) -> Tensor:
         """The normalised r + β / √(1 + N)."""
-        seen = require(further, self.needs)
-        return normalised(rewards + self.beta / (1.0 + seen.to(rewards.dtype)).sqrt())
+        counts = require(further, self.needs).to(rewards.dtype)
+        bonus = self.beta / (1.0 + counts).sqrt()
+        return normalised(rewards + bonus)
 
 
 @register("rs_grpo")
@@ -71,16 +72,16 @@ class RiskSensitive(Advantage):
 
         The loss has the gradient of (1/β) log E[exp(β r)], up to 1/G, as the mean is of the same responses.
         """
-        # From the best reward down, so that nothing overflows and equal rewards give exactly 0.
-        below = rewards - rewards.amax(-1, keepdim=True)
+        # Relative to the best reward, so that nothing overflows and equal rewards give exactly 0.
+        below_best = rewards - rewards.amax(-1, keepdim=True)
         if self.beta == 0.0:
-            return below - below.mean(-1, keepdim=True)
-        utility = torch.expm1(self.beta * below)
+            return below_best - below_best.mean(-1, keepdim=True)
+        utility = torch.expm1(self.beta * below_best)
         mean = utility.mean(-1, keepdim=True)
         return (utility - mean) / (1.0 + mean) / self.beta
 
     def largest(self, size: int) -> float:
-        """That of an only right response."""
+        """The advantage of an only right response."""
         return size / self.beta if self.beta > 0.0 else 0.0
 
 
@@ -95,9 +96,10 @@ class NegativeEnhanced(Advantage):
     max_reward: float = option(1.0, "the maximum reward of the task")
 
     def check_rewards(self, rewards: Tensor) -> None:
-        fix = "Give the task's maximum with --advantage.max_reward."
-        above = rewards[rewards > self.max_reward + self._rounding]
-        self.refuse(above, f"above the maximum reward {self.max_reward:g}. {fix}")
+        self.refuse(
+            rewards[rewards > self.max_reward + self._rounding],
+            f"above the maximum reward {self.max_reward:g}. Give the task's maximum with --advantage.max_reward.",
+        )
 
     @property
     def _rounding(self) -> float:
@@ -106,33 +108,36 @@ class NegativeEnhanced(Advantage):
 
     def formula(self, rewards: Tensor, further: Tensor | None) -> Tensor:
         """(r − mean′) / (std′ + 1e-6), over the group and n virtual responses of the maximum reward."""
-        # Measured from the maximum, so that the virtual responses are 0 and an all-correct group is exactly 0.
-        below = rewards - self.max_reward
-        below = torch.where(below > -self._rounding, 0.0, below)
+        # Relative to the maximum, so that virtual responses have reward 0, and an all-correct group is exactly 0.
+        below_maximum = rewards - self.max_reward
+        below_maximum = torch.where(below_maximum > -self._rounding, 0.0, below_maximum)
         size = rewards.shape[1] + self.n
-        mean = below.sum(-1, keepdim=True) / size
-        squares = (below - mean).square().sum(-1, keepdim=True) + self.n * mean.square()
-        return (below - mean) / ((squares / (size - 1)).sqrt() + 1e-6)
+        mean = below_maximum.sum(-1, keepdim=True) / size
+        squares = (below_maximum - mean).square().sum(-1, keepdim=True) + self.n * mean.square()
+        deviation = (squares / (size - 1)).sqrt()
+        return (below_maximum - mean) / (deviation + 1e-6)
 
     def flags(self, flags: Flags) -> dict[str, Default]:
         """Also the asymmetric clipping, and the filter that drops all-correct prompts and keeps all-wrong ones."""
-        # Without an exponent, which argparse takes for a flag where the number is negative.
+        # Without an exponent: argparse takes a negative number with one for a flag.
         highest = f"{self.max_reward - self._rounding:.7f}".rstrip("0").rstrip(".")
         added: dict[str, Default] = {
             **super().flags(flags),
             "--algo.dynamic_filtering_enable": None,
-            # OpenRLHF keeps min < mean score < max; argparse takes no "-inf" or "-1e6" for a value.
+            # OpenRLHF keeps a group where min < mean score < max. argparse takes "-inf" and "-1e6" for flags.
             "--algo.dynamic_filtering_range": ("-1000000", highest),
         }
-        # The range is for ratios of tokens; GSPO's, of whole sequences, has another scale.
+        # The clip range is for ratios of tokens. GSPO's ratios, of whole sequences, have another scale.
         if flags.value("--actor.policy_loss_type") != "gspo":
             added["--actor.eps_clip_low_high"] = ("0.16", "0.24")
         return added
 
     def notes(self, flags: Flags) -> list[str]:
-        """Where the user's own filter drops the groups that the method is about."""
+        """A warning where the user's own filter drops the groups that the method is about."""
         lowest = flags.value("--algo.dynamic_filtering_range")
         if lowest is None or lowest.startswith("-"):
             return []
-        dropped = f"--algo.dynamic_filtering_range {lowest} … drops them from the batch"
-        return [f"--advantage ngrpo learns from all-wrong groups, but {dropped}."]
+        return [
+            "--advantage ngrpo learns from all-wrong groups, but --algo.dynamic_filtering_range"
+            f" {lowest} … drops them from the batch."
+        ]

@@ -27,12 +27,13 @@ class MaximumLikelihood(VerifiedAdvantage):
         For rewards 0 and 1 and a right response's probability p, the update of a group of G is the gradient of
         −Σ_{k<G} (1 − p)^k / k, the first terms of log p. The term k = G would need the baseline of all-wrong groups.
         """
-        apart = rewards - rewards[:, :1]  # equal rewards give exactly 0
+        differences = rewards - rewards[:, :1]  # so that equal rewards give exactly 0
+        centered = differences - differences.mean(-1, keepdim=True)
         mean = rewards.mean(-1, keepdim=True)
-        return torch.where(mean > 0.0, (apart - apart.mean(-1, keepdim=True)) / mean, 0.0)
+        return torch.where(mean > 0.0, centered / mean, 0.0)
 
     def largest(self, size: int) -> float:
-        """That of an only right response."""
+        """The advantage of an only right response."""
         return size - 1.0
 
 
@@ -63,15 +64,17 @@ class ConfidentMistakes(VerifiedAdvantage):
         a response is right. So r̃ of wrong responses is in [−1/G, 0].
         """
         rewards = torch.where(rewards >= 1.0 - ROUNDING, 1.0, rewards)
-        total, tokens = require(further, self.needs).to(torch.float64).unbind(-1)
-        confidence = (total / tokens).exp()
-        by_sampling = torch.where(rewards > 0.0, rewards * (-total).exp(), 0.0).mean(-1, keepdim=True).reciprocal()
-        difficulty = 2.0 * confidence.amax(-1, keepdim=True)
-        right = rewards.amax(-1, keepdim=True) >= 1.0 - ROUNDING
-        difficulty = torch.where(right, torch.maximum(difficulty, by_sampling), difficulty)
+        has_right = rewards.amax(-1, keepdim=True) >= 1.0 - ROUNDING  # (P, 1)
+        log_prob, tokens = require(further, self.needs).to(torch.float64).unbind(-1)  # (P, G) each
+        confidence = (log_prob / tokens).exp()  # π̄
+        difficulty = 2.0 * confidence.amax(-1, keepdim=True)  # D, (P, 1)
+        importance_weighted = torch.where(rewards > 0.0, rewards * (-log_prob).exp(), 0.0)  # r / π(o)
+        difficulty_by_sampling = importance_weighted.mean(-1, keepdim=True).reciprocal()  # D_imp
+        difficulty = torch.where(has_right, torch.maximum(difficulty, difficulty_by_sampling), difficulty)
         penalty = confidence / (difficulty - confidence) / rewards.shape[1]
-        calibrated = (rewards - (1.0 - rewards) * penalty).to(rewards.dtype)
-        return torch.where(right, normalised(calibrated), self.alpha * (calibrated - calibrated.mean(-1, keepdim=True)))
+        calibrated = (rewards - (1.0 - rewards) * penalty).to(rewards.dtype)  # r̃
+        centered = calibrated - calibrated.mean(-1, keepdim=True)
+        return torch.where(has_right, normalised(calibrated), self.alpha * centered)
 
 
 @register("rep_exp")
@@ -93,13 +96,16 @@ class NovelRepresentation(VerifiedAdvantage):
         h̄ is a response's projected mean hidden state less the group's mean. Groups without a right one have no bonus.
         With a smaller ε than 1e-6 the noise of nearly equal states would give an all-right group large advantages.
         """
-        states = require(further, self.needs).to(torch.float64)
+        states = require(further, self.needs).to(torch.float64)  # (P, G, dim)
         states = states - states.mean(1, keepdim=True)
-        kernel = states @ states.mT  # of the group's responses: Σ's own size is `dim`, theirs is G
-        ridged = kernel + self.ridge * torch.eye(rewards.shape[1], dtype=kernel.dtype, device=kernel.device)
-        bonus = torch.linalg.solve(ridged, kernel).diagonal(dim1=-2, dim2=-1)
-        right = rewards.amax(-1, keepdim=True) >= 1.0 - ROUNDING
-        return normalised(torch.where(right, rewards + self.beta * bonus.to(rewards.dtype), rewards), least=1e-6)
+        # h̄ᵀ Σ⁻¹ h̄ of response j is element (j, j) of (K + λ I)⁻¹ K with K = H Hᵀ. K is (G, G), Σ is (dim, dim).
+        kernel = states @ states.mT  # (P, G, G)
+        identity = torch.eye(rewards.shape[1], dtype=kernel.dtype, device=kernel.device)
+        ridged = kernel + self.ridge * identity
+        bonus = torch.linalg.solve(ridged, kernel).diagonal(dim1=-2, dim2=-1)  # (P, G)
+        has_right = rewards.amax(-1, keepdim=True) >= 1.0 - ROUNDING
+        with_bonus = rewards + self.beta * bonus.to(rewards.dtype)
+        return normalised(torch.where(has_right, with_bonus, rewards), least=1e-6)
 
 
 @register("s_grpo")
@@ -118,10 +124,11 @@ class NoiseAware(VerifiedAdvantage):
         r̄ is the group's mean and t = (r̄ − p) / (1 − 2p), within [0, 1], the mean without errors. The weight is 0 where
         errors explain the group: r̄ ≤ p or r̄ ≥ 1 − p.
         """
-        mean = rewards.mean(-1, keepdim=True)
-        true = ((mean - self.p) / (1.0 - 2.0 * self.p)).clamp(0.0, 1.0)
-        observed = (mean * (1.0 - mean)).clamp_min(torch.finfo(mean.dtype).tiny)
-        return (1.0 - 2.0 * self.p) * (true * (1.0 - true) / observed).sqrt() * normalised(rewards)
+        mean = rewards.mean(-1, keepdim=True)  # r̄
+        true_mean = ((mean - self.p) / (1.0 - 2.0 * self.p)).clamp(0.0, 1.0)  # t
+        variance = (mean * (1.0 - mean)).clamp_min(torch.finfo(mean.dtype).tiny)
+        weight = (1.0 - 2.0 * self.p) * (true_mean * (1.0 - true_mean) / variance).sqrt()
+        return weight * normalised(rewards)
 
 
 @register("psr")
@@ -165,8 +172,8 @@ class RejectUniform(VerifiedAdvantage):
 
     def formula(self, rewards: Tensor, further: Tensor | None) -> Tensor:
         """2r − 1, the reward ±1 of the paper's Eq. 5; 0 in all-right and all-wrong groups (section 5.1)."""
-        mixed = rewards.amax(-1, keepdim=True) > rewards.amin(-1, keepdim=True) + ROUNDING
-        return torch.where(mixed, 2.0 * rewards - 1.0, 0.0)
+        has_both = rewards.amax(-1, keepdim=True) > rewards.amin(-1, keepdim=True) + ROUNDING
+        return torch.where(has_both, 2.0 * rewards - 1.0, 0.0)
 
 
 @register("spo")
@@ -185,9 +192,9 @@ class SingleStream(VerifiedAdvantage):
         return rewards - require(further, self.needs)
 
     def largest(self, size: int) -> float:
-        """That of an only right response, (n − 1) / √n."""
+        """A bound of the advantage of an only right response, (n − 1) / √n."""
         return size**0.5
 
     def flags(self, flags: Flags) -> dict[str, Default]:
-        """The estimator that takes one response to each prompt; its value is replaced too."""
+        """The estimator that takes one response to each prompt; its values are replaced by the formula's."""
         return {"--algo.advantage.estimator": "flash_reinforce"}

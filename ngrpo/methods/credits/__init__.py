@@ -13,5 +13,7 @@ _FAMILIES = {
     "token_credits": ("entropy_bonus", "first_token", "lp_reg", "simko", "top_entropy"),
 }
 registry = Registry("credit", f"{__name__}:Credit", __name__, "ngrpo.credits", _FAMILIES)
-register, available, create = registry.register, registry.available, registry.create
+register = registry.register
+available = registry.available
+create = registry.create
 __getattr__ = registry.base_of_package

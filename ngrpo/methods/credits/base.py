@@ -16,17 +16,21 @@ from perturbations import row_blocks
 from perturbations.errors import UsageError
 from perturbations.options import Options
 
-_BLOCK_ELEMENTS = 2**24  # logits that are looked at in one go: 64 MiB
+_BLOCK_ELEMENTS = 2**24  # logits that a function gets at once: 64 MiB in float32
 
 
 @dataclass(frozen=True)
 class StepTokens:
     """The N generated tokens of one training step, response by response; (N,) float32 or int64, without gradient.
 
-    ``advantages``: of each token's response. ``entropies``: of the policy where it was drawn, in nats, at the sampling
-    temperature and the perturbed history. ``log_probs``: of the policy before the step's updates, of the token or the
-    perturbation's density. ``answers``: its response, ascending from 0; ``groups``: its prompt, from 0. ``seeds``: its
-    response's, from the run's seed and the step, for :func:`perturbations.streams.keys`.
+    Attributes:
+        advantages: the advantage of each token's response.
+        entropies: the policy's entropy where the token was drawn, in nats, at the sampling temperature and with the
+            perturbed history.
+        log_probs: log π of the policy before the step's updates, of the token or by the perturbation's density.
+        answers: the number of the token's response, ascending from 0.
+        groups: the number of its prompt, from 0.
+        seeds: the seed of its response, from the run's seed and the step, for :func:`perturbations.streams.keys`.
     """
 
     advantages: Tensor
@@ -38,22 +42,31 @@ class StepTokens:
 
     @property
     def first(self) -> Tensor:
-        """Whether each is the first one of its response, (N,) bool."""
-        return torch.cat([torch.ones_like(self.answers[:1], dtype=torch.bool), self.answers.diff() > 0])
+        """Whether each token is the first one of its response, (N,) bool."""
+        first_of_all = torch.ones_like(self.answers[:1], dtype=torch.bool)
+        return torch.cat([first_of_all, self.answers.diff() > 0])
 
     @property
     def positions(self) -> Tensor:
-        """The place of each in its response, from 0, (N,) int64."""
-        place = torch.arange(len(self.answers), device=self.answers.device)
-        return place - torch.where(self.first, place, 0).cummax(0).values
+        """The place of each token in its response, from 0, (N,) int64."""
+        places = torch.arange(len(self.answers), device=self.answers.device)
+        place_of_first = torch.where(self.first, places, 0).cummax(0).values
+        return places - place_of_first
 
 
 @dataclass(frozen=True)
 class LossTokens:
     """The N generated tokens of one forward that is differentiated, response by response.
 
-    ``logits`` are z̃, divided by the sampling temperature; ``rows`` the tokens' rows of them, flattened; ``log_probs``
-    of the policy of this update. Only these two have a gradient. ``answers``: each token's response, ascending from 0.
+    Only ``logits`` and ``log_probs`` have a gradient.
+
+    Attributes:
+        logits: z̃, divided by the sampling temperature.
+        rows: the row of the flattened logits from which each token was drawn.
+        tokens: their ids.
+        log_probs: log π of the policy of this update.
+        advantages: the advantages that the tokens are trained with.
+        answers: the number of each token's response, ascending from 0.
     """
 
     logits: Float[Tensor, "*forward vocabulary"]
@@ -64,12 +77,17 @@ class LossTokens:
     answers: Int64[Tensor, " tokens"]
 
     def entropies(self) -> Tensor:
-        """As of :class:`StepTokens`, (N,) float32."""
+        """The policy's entropy where each token was drawn, in nats, at the sampling temperature, (N,) float32."""
         return self.by_blocks(self.rows, row_blocks.entropy)
 
     def likeliest(self, which: Tensor, k: int) -> Tensor:
         """The k likeliest tokens, best first, where the tokens ``which`` (M,) were drawn: ids (M, k)."""
-        return self.by_blocks(self.rows[which], lambda block: row_blocks.largest(block, k)[1])
+
+        def ids_of_largest(logits: Tensor) -> Tensor:
+            _, ids = row_blocks.largest(logits, k)
+            return ids
+
+        return self.by_blocks(self.rows[which], ids_of_largest)
 
     def log_probs_of(self, which: Tensor, ids: Tensor) -> Tensor:
         """log π of other tokens ``ids`` (M, K) where the tokens ``which`` (M,) were drawn: (M, K), with gradient.
@@ -77,18 +95,24 @@ class LossTokens:
         log π(y) + z̃ − z̃_y needs no sum over the vocabulary, and its gradient to the logits is sparse.
         """
         rows = self.rows[which]
-        flat = ids.new_zeros(self.logits.shape[:-1].numel(), ids.shape[1] + 1)
-        flat[rows] = torch.cat([ids, self.tokens[which].unsqueeze(1)], dim=1)
-        index = flat.view(*self.logits.shape[:-1], -1)
-        scores = self.logits.gather(-1, index, sparse_grad=True).flatten(0, -2)[rows]
+        # One gather for all rows of the logits, since the gradient is sparse for a gather and not for an index. Rows
+        # that are not asked for gather token 0.
+        ids_and_drawn = ids.new_zeros(self.logits.shape[:-1].numel(), ids.shape[1] + 1)
+        ids_and_drawn[rows] = torch.cat([ids, self.tokens[which].unsqueeze(1)], dim=1)
+        index = ids_and_drawn.view(*self.logits.shape[:-1], -1)
+        scores = self.logits.gather(-1, index, sparse_grad=True).flatten(0, -2)[rows]  # (M, K + 1)
         return self.log_probs[which].unsqueeze(1) + scores[:, :-1] - scores[:, -1:]
 
     def by_blocks(self, rows: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
-        """A function from logits (B, V), without gradient, to (B, …), of some rows at a time, for ``rows`` (M,)."""
-        flat = self.logits.detach().flatten(0, -2)
-        size = max(1, _BLOCK_ELEMENTS // flat.shape[-1])
-        # One block at least, so that none at all has the right shape too.
-        return torch.cat([function(flat[part]) for part in rows.split(size)])
+        """A function's results for ``rows`` (M,) of the logits, in blocks of bounded memory.
+
+        ``function`` maps logits (B, V), without gradient, to (B, …).
+        """
+        flat_logits = self.logits.detach().flatten(0, -2)
+        block_size = max(1, _BLOCK_ELEMENTS // flat_logits.shape[-1])
+        # split() gives one block of no rows where M is 0, so the result has the right shape.
+        results = [function(flat_logits[block]) for block in rows.split(block_size)]
+        return torch.cat(results)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,8 +130,10 @@ class Credit(Options, ABC):
     def __post_init__(self) -> None:
         super().__post_init__()
         if type(self).marks is not Credit.marks and type(self).marked_loss is Credit.marked_loss:
-            fix = "Write marked_loss(self, tokens, marked, log_ratio), or leave marks out"
-            raise UsageError(f"credit {self.name!r}: {type(self).__qualname__} has marks and no marked_loss. {fix}.")
+            raise UsageError(
+                f"credit {self.name!r}: {type(self).__qualname__} has marks and no marked_loss."
+                " Write marked_loss(self, tokens, marked, log_ratio), or leave marks out."
+            )
 
     @abstractmethod
     def formula(self, tokens: StepTokens) -> Tensor:
@@ -116,7 +142,8 @@ class Credit(Options, ABC):
     def in_loss(self, tokens: LossTokens) -> tuple[Tensor, Tensor] | None:
         """The part that depends on the policy of each update: advantages (N,) without gradient, and a term (N,).
 
-        The term's gradient is added to that of each token's log π. Ratio, clip and KL term do not change.
+        The term's gradient is added to that of each token's log π. Ratio, clip and KL term do not change. None where
+        the credit has no such part.
         """
         return None
 
@@ -143,9 +170,10 @@ class Credit(Options, ABC):
         return type(self).in_loss is not Credit.in_loss or type(self).marks is not Credit.marks
 
 
-def check_shapes(credit: Credit, method: str, tokens: int, *parts: Tensor) -> None:
-    """RuntimeError unless what a method of the credit returned has one number for each token."""
-    if any(part.shape != (tokens,) for part in parts):
-        shapes = " and ".join(str(tuple(part.shape)) for part in parts)
-        needed = "one number for each is needed"
-        raise RuntimeError(f"credit {credit.name!r}: {method} returns {shapes} for {tokens} tokens: {needed}.")
+def check_shapes(credit: Credit, method: str, tokens: int, *results: Tensor) -> None:
+    """Raises ``RuntimeError`` unless each tensor that a method of the credit returned has one number for each token."""
+    if any(result.shape != (tokens,) for result in results):
+        shapes = " and ".join(str(tuple(result.shape)) for result in results)
+        raise RuntimeError(
+            f"credit {credit.name!r}: {method} returns {shapes} for {tokens} tokens: one number for each is needed."
+        )

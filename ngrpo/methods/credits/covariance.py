@@ -38,10 +38,12 @@ class ClipCov(Credit):
 
         A token's draw follows from its seed and its position, in any order of the responses.
         """
-        found = covariances(tokens)
-        inside = ((found >= self.low) & (found <= self.high)).nonzero().flatten()
-        order = keys(tokens.seeds[inside], tokens.positions[inside], Stream.CREDIT).argsort()
-        return tokens.advantages.index_fill(0, inside[order[: count(self.share, found)]], 0.0)
+        covariance = covariances(tokens)
+        is_candidate = (covariance >= self.low) & (covariance <= self.high)
+        candidates = is_candidate.nonzero().flatten()
+        draws = keys(tokens.seeds[candidates], tokens.positions[candidates], Stream.CREDIT)
+        chosen = candidates[draws.argsort()[: count(self.share, covariance)]]
+        return tokens.advantages.index_fill(0, chosen, 0.0)
 
 
 @register("kl_cov")
@@ -61,16 +63,17 @@ class KLCov(Credit):
 
     def marks(self, tokens: StepTokens) -> Tensor:
         """The max(1, ⌊k N⌋) tokens of largest covariance."""
-        found = covariances(tokens)
-        chosen = found.topk(min(len(found), count(self.share, found))).indices
-        return torch.zeros_like(found, dtype=torch.bool).index_fill(0, chosen, True)
+        covariance = covariances(tokens)
+        chosen_count = min(len(covariance), count(self.share, covariance))
+        chosen = covariance.topk(chosen_count).indices
+        return torch.zeros_like(covariance, dtype=torch.bool).index_fill(0, chosen, True)
 
     def marked_loss(self, tokens: LossTokens, marked: Tensor, log_ratio: Tensor) -> Tensor:
         """β |log π(y) − log π_old(y)|, the estimate of KL(π_old ‖ π) in §4.2 of the paper."""
         return self.beta * log_ratio.abs()
 
     def notes(self, flags: Flags) -> list[str]:
-        """Where a rollout has one update: its policy is still the old one, and |log π − log π_old| has no gradient."""
+        """A warning where a rollout has one update: the policy is the old one, and the penalty has no gradient."""
         prompts, responses, batch, epochs = (int(flags.or_default(name)) for name in SIZES)
         if prompts * responses * epochs > batch:
             return []
@@ -83,7 +86,8 @@ class KLCov(Credit):
 
 def covariances(tokens: StepTokens) -> Tensor:
     """(log π_old(y) − mean) · (A − mean) of each token, (N,); both means are over all tokens of the training step."""
-    log_probs, advantages = tokens.log_probs.double(), tokens.advantages.double()
+    log_probs = tokens.log_probs.double()
+    advantages = tokens.advantages.double()
     return (log_probs - log_probs.mean()) * (advantages - advantages.mean())
 
 

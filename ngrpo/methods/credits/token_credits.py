@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Credit by entropy (`entropy_bonus`, `top_entropy`), for first tokens (`first_token`), likely and unlikely ones.
+"""Credit by entropy (`entropy_bonus`, `top_entropy`), for first tokens (`first_token`), for likely and unlikely tokens.
 
-`simko` shares credit with the likeliest tokens. `lp_reg` keeps unlikely ones of wrong responses, unless they are noise.
+`simko` shares credit with the likeliest tokens. `lp_reg` keeps unlikely tokens of wrong responses, but not noise.
 """
 
 import math
@@ -27,8 +27,9 @@ class EntropyBonus(Credit):
 
     def formula(self, tokens: StepTokens) -> Tensor:
         """A + min(α H, |A| / κ)."""
-        advantages = tokens.advantages
-        return advantages + torch.minimum(self.alpha * tokens.entropies, advantages.abs() / self.kappa)
+        limit = tokens.advantages.abs() / self.kappa
+        bonus = torch.minimum(self.alpha * tokens.entropies, limit)
+        return tokens.advantages + bonus
 
 
 @register("top_entropy")
@@ -43,11 +44,12 @@ class TopEntropy(Credit):
 
     def formula(self, tokens: StepTokens) -> Tensor:
         """A · 1[H ≥ τ_ρ], τ_ρ the smallest entropy among the top ⌈ρ N⌉ tokens of the step."""
-        advantages, entropies = tokens.advantages, tokens.entropies
+        entropies = tokens.entropies
         if not len(entropies):
-            return advantages
-        threshold = entropies.topk(math.ceil(self.fraction * len(entropies))).values[-1]
-        return torch.where(entropies >= threshold, advantages, 0.0)
+            return tokens.advantages
+        kept_count = math.ceil(self.fraction * len(entropies))
+        threshold = entropies.topk(kept_count).values[-1]
+        return torch.where(entropies >= threshold, tokens.advantages, 0.0)
 
 
 @register("first_token")
@@ -63,21 +65,31 @@ class FirstToken(Credit):
         """A, but 0 at the first tokens of all other responses of a group in which any has A > 0."""
         if not len(tokens.answers):
             return tokens.advantages
-        first, answer = tokens.first.nonzero().flatten(), tokens.first.cumsum(0) - 1
-        mean = tokens.log_probs.new_zeros(len(first)).index_add(0, answer, tokens.log_probs) / torch.bincount(answer)
-        advantages, number = tokens.advantages[first], torch.arange(len(first)).to(first)
-        groups = tokens.groups[first].unique(return_inverse=True)[1]  # without responses that have no token
-        positive = advantages > 0.0
-        highest = mean.new_full((len(first),), -torch.inf)
-        highest = highest.scatter_reduce(0, groups, torch.where(positive, mean, -torch.inf), "amax")
-        winning = positive & (mean == highest[groups])
-        # Of equal ones the first; none where a group has none with A > 0.
-        winner = torch.full_like(number, len(first))
-        winner = winner.scatter_reduce(0, groups, torch.where(winning, number, len(first)), "amin")[groups]
-        silent = (winner < len(first)) & (winner != number)
+        # R responses have a token. What follows is (R,), by response.
+        first_tokens = tokens.first.nonzero().flatten()
+        count = len(first_tokens)
+        numbers = torch.arange(count).to(first_tokens)
+        advantages = tokens.advantages[first_tokens]
+        is_positive = advantages > 0.0
+        _, groups = tokens.groups[first_tokens].unique(return_inverse=True)  # numbered without gaps
+
+        response_of_token = tokens.first.cumsum(0) - 1  # (N,)
+        sums = tokens.log_probs.new_zeros(count).index_add(0, response_of_token, tokens.log_probs)
+        means = sums / torch.bincount(response_of_token)
+
+        # The highest mean of each group among the responses with A > 0, and the first response that has it; its number
+        # is R where a group has no response with A > 0.
+        highest = means.new_full((count,), -torch.inf)
+        highest = highest.scatter_reduce(0, groups, torch.where(is_positive, means, -torch.inf), "amax")
+        is_highest = is_positive & (means == highest[groups])
+        winners = torch.full_like(numbers, count)
+        winners = winners.scatter_reduce(0, groups, torch.where(is_highest, numbers, count), "amin")
+        winner_of_group = winners[groups]
+
+        is_silenced = (winner_of_group < count) & (winner_of_group != numbers)
         if self.wrong == "keep":
-            silent = silent & positive
-        return tokens.advantages.index_copy(0, first, advantages.masked_fill(silent, 0.0))
+            is_silenced = is_silenced & is_positive
+        return tokens.advantages.index_copy(0, first_tokens, advantages.masked_fill(is_silenced, 0.0))
 
 
 @register("simko")
@@ -98,7 +110,7 @@ class SimKO(Credit):
     )
 
     def formula(self, tokens: StepTokens) -> Tensor:
-        """A: what changes, changes with the policy of each update (:meth:`in_loss`)."""
+        """A, unchanged: the credit depends on the policy of each update (:meth:`in_loss`)."""
         return tokens.advantages
 
     def in_loss(self, tokens: LossTokens) -> tuple[Tensor, Tensor]:
@@ -107,23 +119,34 @@ class SimKO(Credit):
         A > 0: γ̃ = (1 − α) γ + (α / K) Σ_k sg(γ / γ_k) γ_k over the K likeliest tokens, where sg stops gradients: its
         value is γ, its gradient γ ((1 − α) ∇log π(y) + (α / K) Σ_k ∇log π(k)). A < 0 and y the likeliest: γ̃ = λ γ.
         """
-        advantages, term = tokens.advantages, torch.zeros_like(tokens.log_probs)
         entropies = tokens.entropies()
-        wavering = entropies > quantiles(entropies, tokens.answers, self.quantile)
-        right = (wavering & (advantages > 0.0)).nonzero().flatten()
-        candidates = tokens.log_probs_of(right, tokens.likeliest(right, self.k))
-        shared = self.alpha * (candidates.mean(dim=1) - tokens.log_probs[right])
-        wrong = (wavering & (advantages < 0.0)).nonzero().flatten()
-        likeliest = tokens.likeliest(wrong, 1).squeeze(1) == tokens.tokens[wrong]
-        factor = torch.where(likeliest, self.penalty, 1.0).to(advantages)
-        return advantages.index_copy(0, wrong, advantages[wrong] * factor), term.index_copy(0, right, shared)
+        is_uncertain = entropies > quantiles(entropies, tokens.answers, self.quantile)  # H > τ
+
+        right = (is_uncertain & (tokens.advantages > 0.0)).nonzero().flatten()
+        log_probs_of_likeliest = tokens.log_probs_of(right, tokens.likeliest(right, self.k))  # (M, K)
+        shared = self.alpha * (log_probs_of_likeliest.mean(dim=1) - tokens.log_probs[right])
+        term = torch.zeros_like(tokens.log_probs).index_copy(0, right, shared)
+
+        wrong = (is_uncertain & (tokens.advantages < 0.0)).nonzero().flatten()
+        is_likeliest = tokens.likeliest(wrong, 1).squeeze(1) == tokens.tokens[wrong]
+        factor = torch.where(is_likeliest, self.penalty, 1.0).to(tokens.advantages)
+        penalised = tokens.advantages[wrong] * factor
+        return tokens.advantages.index_copy(0, wrong, penalised), term
 
 
 def quantiles(values: Tensor, answers: Tensor, q: float) -> Tensor:
-    """The linear q-quantile of each response's values, at each of them, (N,); ``answers`` (N,) ascend from 0."""
-    counts = torch.bincount(answers).tolist() if len(answers) else []
-    parts = [torch.quantile(part, q).expand(len(part)) for part in values.split(counts) if len(part)]
-    return torch.cat(parts) if parts else values
+    """The q-quantile of each response's values, by linear interpolation, at each of the response's tokens, (N,).
+
+    ``answers``: the number of each value's response, (N,), ascending from 0.
+    """
+    if not len(answers):
+        return values
+    quantile_of_tokens = []
+    for values_of_response in values.split(torch.bincount(answers).tolist()):
+        if len(values_of_response):
+            quantile = torch.quantile(values_of_response, q)
+            quantile_of_tokens.append(quantile.expand(len(values_of_response)))
+    return torch.cat(quantile_of_tokens)
 
 
 @register("lp_reg")
@@ -149,7 +172,8 @@ class LpReg(Credit):
         log_probs = tokens.log_probs
         if not len(log_probs):
             return torch.zeros_like(log_probs, dtype=torch.bool)
-        threshold = log_probs.topk(math.ceil(self.share * len(log_probs)), largest=False).values[-1]
+        unlikely_count = math.ceil(self.share * len(log_probs))
+        threshold = log_probs.topk(unlikely_count, largest=False).values[-1]  # log δ
         return (log_probs <= threshold) & (tokens.advantages < 0.0)
 
     def marked_loss(self, tokens: LossTokens, marked: Tensor, log_ratio: Tensor) -> Tensor:
@@ -159,15 +183,16 @@ class LpReg(Credit):
         temperature, by the policy of the update. The gradient is β (1 − 1 / Z) ∇log π(y).
         """
 
-        def mass_and_least(logits: Tensor) -> Tensor:
-            """Z and the smallest probability that is no noise, of rows of logits (B, V): (B, 2)."""
+        def mass_and_threshold(logits: Tensor) -> Tensor:
+            """Z and κ max π of rows of logits (B, V): (B, 2)."""
             probabilities = logits.softmax(dim=-1)
-            least = self.kappa * probabilities.amax(dim=-1, keepdim=True)
-            mass = torch.where(probabilities >= least, probabilities, 0.0).sum(dim=-1)
-            return torch.stack([mass, least.squeeze(-1)], dim=-1)
+            threshold = self.kappa * probabilities.amax(dim=-1, keepdim=True)
+            mass = torch.where(probabilities >= threshold, probabilities, 0.0).sum(dim=-1)
+            return torch.stack([mass, threshold.squeeze(-1)], dim=-1)
 
-        mass, least = tokens.by_blocks(tokens.rows[marked], mass_and_least).unbind(-1)
+        mass, threshold = tokens.by_blocks(tokens.rows[marked], mass_and_threshold).unbind(-1)  # (M,) each
         log_probs = tokens.log_probs[marked]
-        log_quotient = log_probs.detach() - mass.log() - log_probs
-        kept = log_probs.detach().exp() >= least
-        return self.beta * torch.where(kept, log_quotient.exp() - 1.0 - log_quotient, 0.0)
+        log_quotient = log_probs.detach() - mass.log() - log_probs  # log(q / π)
+        is_kept = log_probs.detach().exp() >= threshold
+        divergence = log_quotient.exp() - 1.0 - log_quotient
+        return self.beta * torch.where(is_kept, divergence, 0.0)

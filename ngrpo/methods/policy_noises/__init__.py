@@ -13,5 +13,7 @@ if TYPE_CHECKING:
 
 _FAMILIES = {"weight_noises": ("aqn", "psn")}
 registry = Registry("policy noise", f"{__name__}:PolicyNoise", __name__, "ngrpo.policy_noises", _FAMILIES)
-register, available, create = registry.register, registry.available, registry.create
+register = registry.register
+available = registry.available
+create = registry.create
 __getattr__ = registry.base_of_package

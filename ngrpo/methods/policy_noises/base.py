@@ -24,7 +24,7 @@ class PolicyNoise(Options, ABC):
     kind: ClassVar[str] = "policy noise"
     registry: ClassVar[Any] = _registry
     paper: ClassVar[str] = "none named"
-    # For the error of a model that has none of them.
+    # The parameters that get noise, in words, for the error of a model that has none of them.
     noised: ClassVar[str] = "the parameters that its method selects() names"
 
     seed: int = option(0, "seed of the noise")
@@ -38,18 +38,23 @@ class PolicyNoise(Options, ABC):
         names = tuple(names)
         chosen = tuple(name for name in names if self.selects(name))
         if not chosen:
-            seen = f"the model's parameters ({', '.join(names[:4])}, …) are none of {self.noised}"
-            others = f"{', '.join(_registry.available())}, or a file of your own"
-            fix = f"Use another --policy_noise ({others}), another model, or leave it out"
-            raise UsageError(f"--policy_noise {self.name}: {seen}. {fix}.")
+            raise UsageError(
+                f"--policy_noise {self.name}: the model's parameters ({', '.join(names[:4])}, …) are none of"
+                f" {self.noised}. Use another --policy_noise ({', '.join(_registry.available())}, or a file of your"
+                " own), another model, or leave it out."
+            )
         return chosen
 
     @abstractmethod
     def scale(self, step: int, steps: int, last: float | None, divergence: float | None) -> float:
-        """σ ≥ 0 of the weights that roll out for a training step, from 0 on, of ``steps`` in all; at 0 they are clean.
+        """σ ≥ 0 of the weights that roll out for a training step; at 0 they are clean.
 
-        ``last``: σ of the rollouts before, None for the first. ``divergence``: mean of log π_rollout − log π_trainer
-        over their tokens, an estimate of the KL divergence; None for the first, or without log-probabilities.
+        Args:
+            step: the training step, from 0 on.
+            steps: the number of all steps.
+            last: σ of the rollouts for the step before; None at the first step.
+            divergence: the mean of log π_rollout − log π_trainer over the tokens of these rollouts, an estimate of the
+                KL divergence; None at the first step, or without log-probabilities.
         """
 
     @property
@@ -72,14 +77,15 @@ class PolicyNoise(Options, ABC):
         if scale == 0.0:
             yield
             return
-        clean = {name: parameter.detach().clone() for name, parameter in chosen.items()}
+        clean_values = {name: parameter.detach().clone() for name, parameter in chosen.items()}
         try:
             for name, parameter in chosen.items():
-                seed, device = trajectory_seed("policy noise", self.seed, sync, name), parameter.device
-                generator = torch.Generator(device).manual_seed(seed)
-                noise = torch.randn(parameter.shape, generator=generator, device=device, dtype=torch.float32)
-                parameter.data.copy_(clean[name].float() + scale * noise)
+                seed = trajectory_seed("policy noise", self.seed, sync, name)
+                generator = torch.Generator(parameter.device).manual_seed(seed)
+                noise = torch.randn(parameter.shape, generator=generator, device=parameter.device, dtype=torch.float32)
+                parameter.data.copy_(clean_values[name].float() + scale * noise)
             yield
         finally:
+            # Copied back and not subtracted, which would round.
             for name, parameter in chosen.items():
-                parameter.data.copy_(clean[name])
+                parameter.data.copy_(clean_values[name])

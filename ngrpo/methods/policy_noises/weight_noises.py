@@ -11,8 +11,9 @@ from ngrpo.methods.policy_noises import register
 from ngrpo.methods.policy_noises.base import PolicyNoise
 from perturbations import UsageError, option
 
-_LEAST, _MOST = 1e-6, 0.5
-# As transformers 5 names them; Gemma 4's experts are siblings of their block's MLP.
+_SMALLEST_SIGMA = 1e-6
+_LARGEST_SIGMA = 0.5
+# The names of transformers 5. Gemma 4's experts are siblings of their block's MLP.
 _MLP = re.compile(r"\.(mlp|feed_forward|block_sparse_moe|shared_mlp|\d+\.experts)\.")
 # The matrices of all experts are one parameter (experts, rows, columns); its name does not end in "weight".
 _MATRIX = re.compile(r"(weight|\.experts\.(gate_up_proj|up_proj|down_proj))$")
@@ -26,7 +27,7 @@ class PSN(PolicyNoise):
     paper = "PSN-RLVR, arXiv 2602.02555"
     noised = "the weights of the MLPs (such as layers.0.mlp.up_proj.weight)"
 
-    sigma: float = option(0.001, "σ; the first one where it is adaptive", low=_LEAST, high=_MOST)
+    sigma: float = option(0.001, "σ; the first one where it is adaptive", low=_SMALLEST_SIGMA, high=_LARGEST_SIGMA)
     adaptive: bool = option(False, "let σ follow the divergence between the rollout's and the trainer's policy")
     target: float = option(0.003, "the divergence that an adaptive σ aims at, in nats a token", above=0.0)
     factor: float = option(1.01, "by which an adaptive σ changes at each step", above=1.0)
@@ -44,10 +45,12 @@ class PSN(PolicyNoise):
         if not self.adaptive or last is None:
             return self.sigma
         if divergence is None:
-            fix = "leave --algo.advantage.is_correction_level at token"
-            raise UsageError(f"--policy_noise.adaptive needs log-probabilities of the rollout: {fix}.")
+            raise UsageError(
+                "--policy_noise.adaptive needs log-probabilities of the rollout: leave"
+                " --algo.advantage.is_correction_level at token."
+            )
         sigma = last * self.factor if divergence < self.target else last / self.factor
-        return min(max(sigma, _LEAST), _MOST)
+        return min(max(sigma, _SMALLEST_SIGMA), _LARGEST_SIGMA)
 
     def flags(self, flags: Flags) -> dict[str, Default]:
         """The loss is weighted by min(π / π_rollout, 10)."""
@@ -62,7 +65,7 @@ _BEFORE_MLP = {
     "pre_ff_layernorm",
     "feedforward_layernorm",
 }
-# Before the MLP in most models; at the end of the attention in a block with one of the above.
+# In most models the norm before the MLP. In a block that also has one of the above, the norm of the attention's output.
 _AFTER_ATTENTION = "post_attention_layernorm"
 
 
@@ -84,38 +87,46 @@ class AQN(PolicyNoise):
 
     def selects(self, name: str) -> bool:
         """The weights of norms with a name that some model gives to one before attention or MLP."""
-        return name.endswith(".weight") and _norm(name)[1] in {*_BEFORE_ATTENTION, *_BEFORE_MLP, _AFTER_ATTENTION}
+        _, norm = _block_and_norm(name)
+        return name.endswith(".weight") and norm in {*_BEFORE_ATTENTION, *_BEFORE_MLP, _AFTER_ATTENTION}
 
     def selected(self, names: Iterable[str]) -> tuple[str, ...]:
         """The weights of the norms before attention and MLP, whatever their names are in the model.
 
-        Gemma's norms multiply by 1 + w: noise on w is the same noise on the factor.
+        Gemma's norms multiply by 1 + w, so noise on w is the same noise on the factor.
 
         Raises ``UsageError`` where there is none, or a block has norms behind its attention and MLP only.
         """
-        chosen = super().selected(names)
-        blocks: defaultdict[str, set[str]] = defaultdict(set)
-        for block, norm in map(_norm, chosen):
-            blocks[block].add(norm)
-        for block, norms in blocks.items():
+        candidates = super().selected(names)
+        norms_of_blocks: defaultdict[str, set[str]] = defaultdict(set)
+        for name in candidates:
+            block, norm = _block_and_norm(name)
+            norms_of_blocks[block].add(norm)
+        for block, norms in norms_of_blocks.items():
             if not norms & _BEFORE_ATTENTION:
-                known = " or ".join(sorted(_BEFORE_ATTENTION))
-                seen = f"{block} has {', '.join(sorted(norms))} and no norm before its attention ({known})"
-                raise UsageError(f"--policy_noise {self.name}: {seen}. Use --policy_noise psn, or another model.")
-        # Where a norm of its own is before the MLP, the other one is at the end of the attention.
-        ends = {f"{block}.{_AFTER_ATTENTION}.weight" for block, norms in blocks.items() if norms & _BEFORE_MLP}
-        return tuple(name for name in chosen if name not in ends)
+                raise UsageError(
+                    f"--policy_noise {self.name}: {block} has {', '.join(sorted(norms))} and no norm before its"
+                    f" attention ({' or '.join(sorted(_BEFORE_ATTENTION))}). Use --policy_noise psn, or another model."
+                )
+
+        def is_before_attention_or_mlp(name: str) -> bool:
+            block, norm = _block_and_norm(name)
+            has_norm_before_mlp = bool(norms_of_blocks[block] & _BEFORE_MLP)
+            return not (norm == _AFTER_ATTENTION and has_norm_before_mlp)
+
+        return tuple(name for name in candidates if is_before_attention_or_mlp(name))
 
     def scale(self, step: int, steps: int, last: float | None, divergence: float | None) -> float:
         """σ_s (σ_e / σ_s)^((k−1)/(K−1)) in stage k ≥ 1 of 0 … K − 1, and 0 in stage 0; released: /(K−2)."""
-        stage = min(step * self.stages // (self.steps or steps), self.stages - 1)
+        all_steps = self.steps or steps
+        stage = min(step * self.stages // all_steps, self.stages - 1)  # k
         if stage == 0:
             return 0.0
-        last_exponent = self.stages - (1 if self.form == "paper" else 2)
-        return self.start * (self.end / self.start) ** ((stage - 1) / last_exponent)
+        divisor = self.stages - 1 if self.form == "paper" else self.stages - 2
+        return self.start * (self.end / self.start) ** ((stage - 1) / divisor)
 
 
-def _norm(name: str) -> tuple[str, str]:
+def _block_and_norm(name: str) -> tuple[str, str]:
     """(``model.layers.0``, ``input_layernorm``) of ``model.layers.0.input_layernorm.weight``."""
     block, _, norm = name.removesuffix(".weight").rpartition(".")
     return block, norm

@@ -13,7 +13,10 @@ if TYPE_CHECKING:
     from ngrpo.methods.sampling_schedules.base import SamplingSchedule as SamplingSchedule
 
 _FAMILIES = {"temperatures": ("e3", "ead", "edt", "ladder")}
-_BASE = f"{__name__}:SamplingSchedule"
-registry = Registry("sampling schedule", _BASE, __name__, "ngrpo.sampling_schedules", _FAMILIES)
-register, available, create = registry.register, registry.available, registry.create
+registry = Registry(
+    "sampling schedule", f"{__name__}:SamplingSchedule", __name__, "ngrpo.sampling_schedules", _FAMILIES
+)
+register = registry.register
+available = registry.available
+create = registry.create
 __getattr__ = registry.base_of_package

@@ -15,11 +15,16 @@ from perturbations.options import Options, option
 
 @dataclass(frozen=True)
 class NextTokens:
-    """The B tokens that one step of the rollout is about to draw: (B, V) or (B,) each, float32 or int64.
+    """The B tokens that one step of the rollout is about to draw.
 
-    ``logits`` are z divided by the request's ``temperature``. ``generated`` counts the earlier tokens of each response;
-    ``step`` is its training step, from 0; ``answer`` its number, from 0, among the ``answers`` to its prompt. The last
-    two are None where each response is the only one.
+    Attributes:
+        logits: z divided by the request's temperature, (B, V) float32.
+        temperature: the request's temperature, (B,) float32.
+        generated: the number of earlier tokens of each response, (B,) int64.
+        step: the training step of each response, from 0, (B,) int64.
+        answer: the number of each response among those to its prompt, from 0, (B,) int64; None where each is the only
+            one.
+        answers: how many responses there are to its prompt, (B,) int64; None where each is the only one.
     """
 
     logits: Tensor
@@ -30,27 +35,29 @@ class NextTokens:
     answers: Tensor | None = None
 
     def entropies(self) -> Tensor:
-        """Of the model's own distribution, softmax(z), in nats: (B,) float32, 0 or above and never -0."""
+        """The entropy of the model's own distribution, softmax(z), in nats: (B,) float32, 0 or above and never -0."""
         log_p = torch.log_softmax(self.logits * self.temperature.unsqueeze(-1), dim=-1)
+        finite_log_p = log_p.clamp_min(torch.finfo(log_p.dtype).min)  # 0 · -inf would be NaN
+        negative_entropy = (log_p.exp() * finite_log_p).sum(dim=-1)
         # abs() and not a minus: where one token is possible the sum is 0, and x / -0.0 would be -inf.
-        return (log_p.exp() * log_p.clamp_min(torch.finfo(log_p.dtype).min)).sum(dim=-1).abs()
+        return negative_entropy.abs()
 
 
 @dataclass(frozen=True)
 class PastStep:
-    """The rollouts of one training step: the factor of their temperature, and their mean entropy in nats at it."""
+    """The rollouts of one training step."""
 
-    factor: float
-    entropy: float
+    factor: float  # of their temperature
+    entropy: float  # the mean over their tokens at that temperature, in nats
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run's training steps, its ``--rollout.temperature``, and V."""
+    """The constants of a run."""
 
-    steps: int
-    temperature: float
-    vocabulary: int
+    steps: int  # training steps
+    temperature: float  # --rollout.temperature
+    vocabulary: int  # V
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +81,10 @@ class SamplingSchedule(Options):
         return None
 
     def factor_of_step(self, past: Sequence[PastStep], run: Run) -> float:
-        """The temperature's factor, > 0, of the rollouts for training step ``len(past)``; ``past``: earlier steps."""
+        """The temperature's factor, > 0, of the rollouts for training step ``len(past)``.
+
+        ``past``: the earlier steps, the first one at index 0.
+        """
         return 1.0
 
     @property

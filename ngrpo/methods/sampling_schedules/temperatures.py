@@ -12,11 +12,12 @@ from ngrpo.methods.sampling_schedules import register
 from ngrpo.methods.sampling_schedules.base import NextTokens, PastStep, Run, SamplingSchedule
 from perturbations import UsageError, option
 
-_SLOWEST = 40000.0
-# Those of t / d at s = 0; the paper's own d_0 is not known here, so it takes the release's 20 · 25.
+_LARGEST_D = 40000.0
+# The default of d_0. The paper does not state it, so its variant takes the release's 20 · 25.
 _D_0 = {"paper": 500.0, "released": 25.0}
-_PER_D = {"paper": 1.0, "released": 20.0}
-# The release counts training steps from 1, so its first one has d = 30 and begins with exp(t / 600).
+# The factor of d in the exponent: t / d, or t / (20 d).
+_FACTOR_OF_D = {"paper": 1.0, "released": 20.0}
+# The number s of the first training step. With s = 1 and d = 30 the release begins with exp(t / 600).
 _FIRST_STEP = {"paper": 0, "released": 1}
 
 
@@ -39,18 +40,19 @@ class EAD(SamplingSchedule):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.tau_min > self.tau_max:
-            limit = f"must be at most tau_max={self.tau_max}"
-            raise UsageError(f"sampling schedule option tau_min={self.tau_min}: {limit}.")
+            raise UsageError(
+                f"sampling schedule option tau_min={self.tau_min}: must be at most tau_max={self.tau_max}."
+            )
 
     def factor(self, at: NextTokens) -> Tensor:
         """1 for t < c, then max(1 + τ_max − exp(t / d_s), τ_min), d_s = min(d_0 + 5 s, 40000).
 
         The first training step is s = 0, and s = 1 as released.
         """
-        first = _D_0[self.variant] if self.d_0 is None else self.d_0
-        step = (at.step + _FIRST_STEP[self.variant]).float()
-        d = (first + self.growth * step).clamp_max(_SLOWEST) * _PER_D[self.variant]
-        cooling = (1.0 + self.tau_max - (at.generated / d).exp()).clamp_min(self.tau_min)
+        d_0 = _D_0[self.variant] if self.d_0 is None else self.d_0
+        s = (at.step + _FIRST_STEP[self.variant]).float()
+        d_s = (d_0 + self.growth * s).clamp_max(_LARGEST_D) * _FACTOR_OF_D[self.variant]
+        cooling = (1.0 + self.tau_max - (at.generated / d_s).exp()).clamp_min(self.tau_min)
         return torch.where(at.generated < self.c, 1.0, cooling)
 
 
@@ -68,7 +70,8 @@ class EDT(SamplingSchedule):
 
     def factor(self, at: NextTokens) -> Tensor:
         """max(T_0 · N^(θ / H), least), H the entropy of the model's distribution in nats; at H = 0, its limit."""
-        return (self.t_0 * self.base ** (self.theta / at.entropies())).clamp_min(self.least)
+        exponent = self.theta / at.entropies()
+        return (self.t_0 * self.base**exponent).clamp_min(self.least)
 
 
 @register("ladder")
@@ -89,10 +92,11 @@ class Ladder(SamplingSchedule):
         if at.answer is None or at.answers is None:
             return None
         share = at.answer / (at.answers - 1).clamp_min(1)
-        return torch.where(at.answers > 1, self.least * (self.most / self.least) ** share, 1.0)
+        temperature = self.least * (self.most / self.least) ** share
+        return torch.where(at.answers > 1, temperature, 1.0)
 
 
-# Entropies below this count as this: the rule takes logarithms of them.
+# A smaller entropy counts as this one, since its logarithm is taken.
 _LEAST_ENTROPY = 1e-4
 
 
@@ -113,13 +117,17 @@ class E3(SamplingSchedule):
         """τ ← τ (1 + τ ln(H* / H) / (ln V + ln ln V)), H* = H_0 · ((1 − f) · ½(1 + cos πx) + f)."""
         if not past:
             return 1.0
-        target, last = (max(one.entropy, _LEAST_ENTROPY) for one in (past[0], past[-1]))
-        start = run.steps - int(self.share * run.steps)
-        # As in the release, the target that a step is compared with was set after the step before it.
-        since = len(past) - 1 - start
-        if self.annealing and since > 0:
-            x = min(since / (run.steps - start), 1.0)
+        first_entropy = max(past[0].entropy, _LEAST_ENTROPY)
+        last_entropy = max(past[-1].entropy, _LEAST_ENTROPY)
+        target = first_entropy
+        annealing_start = run.steps - int(self.share * run.steps)
+        # As in the release, a step is compared with the target that was set after the step before it.
+        steps_since = len(past) - 1 - annealing_start
+        if self.annealing and steps_since > 0:
+            x = min(steps_since / (run.steps - annealing_start), 1.0)
             target *= (1.0 - self.end) * 0.5 * (1.0 + math.cos(math.pi * x)) + self.end
         slowness = math.log(run.vocabulary) + math.log(math.log(run.vocabulary))
-        change = run.temperature * past[-1].factor * math.log(target / last) / slowness
-        return min(max(past[-1].factor * (1.0 + change), self.least), self.most)
+        last_temperature = run.temperature * past[-1].factor  # τ
+        change = last_temperature * math.log(target / last_entropy) / slowness
+        factor = past[-1].factor * (1.0 + change)
+        return min(max(factor, self.least), self.most)

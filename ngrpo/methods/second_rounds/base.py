@@ -18,7 +18,7 @@ from ngrpo.methods.second_rounds import registry as _registry
 from perturbations.errors import UsageError
 from perturbations.options import Options, option
 
-_TEXT = "ngrpo-text"
+_MARKER = "ngrpo-text"  # stands for a message's text, to find where the chat template puts it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +76,9 @@ class SecondRound(Options, ABC):
         At most G − 1 of them (G = ``size``), so that a wrong response stays; ``random`` chooses.
         """
         right = [number for number, reward in enumerate(rewards) if reward > self.wrong]
-        return right if len(right) < size else sorted(random.sample(right, size - 1))
+        if len(right) < size:
+            return right
+        return sorted(random.sample(right, size - 1))
 
     def log_ratio(self, log_probs: Tensor, behavior: Tensor) -> Tensor:
         """The logarithm of the advantage's weight, for each token of a response of the second round.
@@ -84,10 +86,12 @@ class SecondRound(Options, ABC):
         ρ = π_θ(o | p) / π_old(o | p′), p of the data and p′ of the second round; ρ / (ρ + γ) with shaping.
         ``log_probs`` and ``behavior`` are the logarithms of these probabilities, of one shape.
         """
-        ratio = log_probs - behavior
+        log_ratio = log_probs - behavior
         if self.shaping is None:
-            return ratio
-        return -torch.nn.functional.softplus(torch.tensor(self.shaping).log().to(ratio) - ratio)
+            return log_ratio
+        # log(ρ / (ρ + γ)) = −log(1 + γ / ρ) = −softplus(log γ − log ρ)
+        log_shaping = torch.tensor(self.shaping).log().to(log_ratio)
+        return -torch.nn.functional.softplus(log_shaping - log_ratio)
 
 
 def closing(prompt: str, tokenizer: PreTrainedTokenizerBase) -> int:
@@ -95,12 +99,14 @@ def closing(prompt: str, tokenizer: PreTrainedTokenizerBase) -> int:
 
     Its length where the tokenizer's chat template, if any, did not make the prompt.
     """
-    # What ends a message; if that is white space, the opening of the response.
-    for opened in (False, True) if getattr(tokenizer, "chat_template", None) else ():
-        with suppress(Exception):
-            message = {"role": "user", "content": _TEXT}
-            text = tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=opened)
-            end = str(text).partition(_TEXT)[2]
+    if not getattr(tokenizer, "chat_template", None):
+        return len(prompt)
+    message = {"role": "user", "content": _MARKER}
+    # The text that the template puts behind a message. If that is white space, the text with the response's opening.
+    for add_generation_prompt in (False, True):
+        with suppress(Exception):  # a template may raise anything
+            text = tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=add_generation_prompt)
+            _, _, end = str(text).partition(_MARKER)
             if end.strip() and end in prompt:
                 return prompt.rindex(end)
     return len(prompt)
@@ -113,10 +119,13 @@ def opening(prompt: str, tokenizer: PreTrainedTokenizerBase) -> int:
     """
     if not getattr(tokenizer, "chat_template", None):
         return 0
-    lengths, user = [0], {"role": "user", "content": _TEXT}
-    # A template may put a system message of its own in front of the user's: then the longer head is meant.
-    for messages in ([user], [{"role": "system", "content": _TEXT}, user]):
+    user = {"role": "user", "content": _MARKER}
+    system = {"role": "system", "content": _MARKER}
+    longest_head = 0
+    # Without a system message a template may write one of its own, so that the head before the user's text is longer.
+    for messages in ([user], [system, user]):
         with suppress(UsageError):  # a template may fail for roles that it does not know
-            head, found, _ = rendered(tokenizer, messages).partition(_TEXT)
-            lengths += [len(head)] if found and prompt.startswith(head) else []
-    return max(lengths)
+            head, marker, _ = rendered(tokenizer, messages).partition(_MARKER)
+            if marker and prompt.startswith(head):
+                longest_head = max(longest_head, len(head))
+    return longest_head

@@ -28,14 +28,14 @@ class IGRPO(SecondRound):
     paper = "iGRPO, arXiv 2602.09000"
     refines = True
 
-    # The base's options that it leaves no choice of; there are as many responses as drafts.
+    # Options of the base class that are constants here. There are as many responses as drafts.
     prompts: ClassVar[int] = 1  # type: ignore[bad-override]
     answers: ClassVar[int] = 0  # type: ignore[bad-override]
     shaping: ClassVar[None] = None  # type: ignore[bad-override]
     group: ClassVar[str] = "kept"  # type: ignore[bad-override]
 
     def flags(self, flags: Flags) -> dict[str, Default]:
-        """None: the KL term is part of the method."""
+        """No defaults: the KL term is part of the method."""
         return {}
 
     def is_needed(self, rewards: Sequence[float]) -> bool:
@@ -46,7 +46,8 @@ class IGRPO(SecondRound):
         self, text: str, tokenizer: PreTrainedTokenizerBase, random: Random, drafts: Sequence[tuple[str, float]] = ()
     ) -> str:
         """The prompt with the best of the drafts, a paragraph at the end of its last message."""
-        best = max(reward for _, reward in drafts)
-        draft = random.choice([draft for draft, reward in drafts if reward == best])
-        at = closing(text, tokenizer)
-        return f"{text[:at]}\n\n{_BEFORE}\n\n{draft}\n\n{_AFTER}{text[at:]}"
+        best_reward = max(reward for _, reward in drafts)
+        best_drafts = [draft for draft, reward in drafts if reward == best_reward]
+        draft = random.choice(best_drafts)
+        end = closing(text, tokenizer)
+        return f"{text[:end]}\n\n{_BEFORE}\n\n{draft}\n\n{_AFTER}{text[end:]}"

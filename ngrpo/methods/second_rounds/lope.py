@@ -17,7 +17,7 @@ _TEXT = (
     " cupidatat non proident sunt culpa qui officia deserunt mollit anim id est laborum"
 )
 WORDS = tuple(_TEXT.split())
-# What the line's end and the seams to the text around it may add.
+# Tokens that the line's end may add, and the tokenizer where the text before and after meets the nonsense.
 _SEAMS = 8
 
 
@@ -38,20 +38,26 @@ class LoPE(SecondRound):
 
     @property
     def room(self) -> int:
-        """The longest nonsense, and what its line adds."""
+        """The longest nonsense, and the tokens that its line may add."""
         return self.most + _SEAMS
 
     def prompt(self, text: str, tokenizer: PreTrainedTokenizerBase, random: Random) -> str:
         """Nonsense of a length drawn from [least, most], a line of its own at the opening of the prompt."""
         length = random.randint(self.least, self.most)
         words = [random.choice(WORDS) for _ in range(length)]
-        low, high = 1, length  # the most words that fit into the tokens, and at least one
+        # The most words, at least one, that fit into so many tokens, by bisection.
+        low = 1
+        high = length
         while low < high:
             middle = (low + high + 1) // 2
-            fits = len(tokenizer.encode(" ".join(words[:middle]), add_special_tokens=False)) <= length
-            low, high = (middle, high) if fits else (low, middle - 1)
-        at = opening(text, tokenizer)
-        return f"{text[:at]}{' '.join(words[:low])}\n{text[at:]}"
+            tokens = tokenizer.encode(" ".join(words[:middle]), add_special_tokens=False)
+            if len(tokens) <= length:
+                low = middle
+            else:
+                high = middle - 1
+        nonsense = " ".join(words[:low])
+        start = opening(text, tokenizer)
+        return f"{text[:start]}{nonsense}\n{text[start:]}"
 
 
 @register("repeat")
@@ -65,5 +71,5 @@ class Repeat(SecondRound):
     answers: int = option(24, "responses to it each time", low=1)
 
     def prompt(self, text: str, tokenizer: PreTrainedTokenizerBase, random: Random) -> str:
-        """The given one."""
+        """The prompt, unchanged."""
         return text

@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One entry for all scorers, and tasks by name: one module here for each, with its problems and its reward.
+"""Tasks by name, a module here for each, and :func:`score`, the one entry for all scorers.
 
-A module has ``problems()``: training and held-out rows with ``input`` and ``label`` (None: nothing is held out);
-``reward_func``, since OpenRLHF loads its file as ``--reward.remote_url``; for evaluation ``score(answer, label)``,
-``final_answer(answer)`` and ``RIGHT_FROM``, the least reward of a right answer [1]. With ``ARGUMENT`` (for help),
-the task is ``name:argument``: ``problems`` takes it and ``check`` refuses a wrong one; ``[:FORM]`` may be left out.
+A task's module has:
+
+- ``problems()``: the training rows and the held-out rows, with ``input`` and ``label``; None where none are held out;
+- ``reward_func``, since OpenRLHF loads the module's file as ``--reward.remote_url``;
+- ``score(answer, label)`` and ``final_answer(answer)``, for evaluation;
+- optionally ``RIGHT_FROM``, the least reward of a right response; 1 without it;
+- optionally ``ARGUMENT``, for help: the task then is ``name:argument``, ``problems`` takes the argument, and ``check``
+  refuses a wrong one. An argument in brackets, ``[:FORM]``, may be left out.
 """
 
 import pkgutil
@@ -27,7 +31,7 @@ from perturbations.errors import UsageError, nearest
 Rows = list[dict[str, str]]
 Split = tuple[Rows, Rows]
 """Training and held-out rows."""
-# A score such as a float32 0.99999994 is a full one.
+# A reward from here on counts as 1: a float32 may be 0.99999994.
 _FULL = 1.0 - 1e-6
 
 
@@ -97,11 +101,11 @@ def load_task(task: str, **options: Any) -> list[Problem]:
         problems = load_problems(str(held_out), instruction="", **options)
     name = task.replace(":", "-")
     scorer = f"task:{task.partition(':')[0]}"
-    return [replace(p, id=f"{name}-{i}", scorer=scorer) for i, p in enumerate(problems)]
+    return [replace(problem, id=f"{name}-{number}", scorer=scorer) for number, problem in enumerate(problems)]
 
 
 def distinct_rows(draw: Callable[[], tuple[str, str]], count: int) -> Rows:
-    """``count`` rows with different questions; ``draw`` gives a random question and its label."""
+    """``count`` rows with different questions; ``draw`` returns a random question and its label."""
     labels: dict[str, str] = {}
     while len(labels) < count:
         question, label = draw()
@@ -110,16 +114,20 @@ def distinct_rows(draw: Callable[[], tuple[str, str]], count: int) -> Rows:
 
 
 def number_score(answer: str, label: str) -> float:
-    """1 where the last number of a response is the label, else 0: ``7 + 5 = 12`` repeats the question first."""
+    """1 where the last number of a response is the label, else 0. A response often repeats the question first."""
     return float(last_number(answer) == label)
 
 
 def reward_function(judge: Callable[[str, str], tuple[float, bool]], log: str) -> Callable[..., dict[str, Any]]:
     """A reward function as OpenRLHF 0.11.2 calls it (``utils/agent.py``).
 
-    From ``queries`` (prompts with responses, special tokens included), ``prompts`` and ``labels`` to ``rewards`` and
-    ``scores``, (N,) float32. ``judge`` takes a response and its label as evaluation reads it, and gives the response's
-    reward, and whether it has the form that is counted.
+    It maps ``queries`` (prompts with responses, special tokens included), ``prompts`` and ``labels`` to ``rewards`` and
+    ``scores``, (N,) float32.
+
+    Args:
+        judge: maps a response and its label, as evaluation reads them, to the response's reward, and whether the
+            response has the form that is counted.
+        log: the name under which the share of responses with that form is logged.
     """
 
     def reward_func(
@@ -127,18 +135,27 @@ def reward_function(judge: Callable[[str, str], tuple[float, bool]], log: str) -
     ) -> dict[str, Any]:
         import torch
 
-        judged = [
-            judge(generated(query, prompt), reference(label)) for query, prompt, label in zip(queries, prompts, labels)
-        ]
-        rewards = torch.tensor([reward for reward, _ in judged])
-        formed = torch.tensor([float(formed) for _, formed in judged])
-        return {"rewards": rewards, "scores": rewards, "extra_logs": {log: formed}}
+        rewards_of_responses = []
+        forms_of_responses = []
+        for query, prompt, label in zip(queries, prompts, labels):
+            response = generated(query, prompt)
+            reward, has_form = judge(response, reference(label))
+            rewards_of_responses.append(reward)
+            forms_of_responses.append(float(has_form))
+        rewards = torch.tensor(rewards_of_responses)
+        has_form = torch.tensor(forms_of_responses)
+        return {"rewards": rewards, "scores": rewards, "extra_logs": {log: has_form}}
 
     return reward_func
 
 
-number_reward = reward_function(lambda a, b: (number_score(a, b), last_number(a) is not None), "answers_with_number")
-"""Of :func:`number_score`, with the fraction of responses that have a number."""
+def _judge_number(response: str, label: str) -> tuple[float, bool]:
+    has_number = last_number(response) is not None
+    return number_score(response, label), has_number
+
+
+number_reward = reward_function(_judge_number, "answers_with_number")
+"""The reward function of :func:`number_score`; it logs the share of responses that have a number."""
 
 
 def _module(name: str) -> Any:
@@ -156,25 +173,29 @@ def _argument(name: str) -> str:
 def score(problem: Problem, text: str, *, prompt: str | None = None, end: str = "") -> Verdict:
     """The verdict on a response; one that cannot be read is wrong, not an error.
 
-    ``prompt`` is the prompt as the model saw it, None for the question's own text; ``end`` the text of the response's
-    end token. A reward file reads them as in training.
+    Args:
+        problem: with its answer, and the name of its scorer.
+        text: the response.
+        prompt: the prompt as the model saw it, None for the question's own text. A reward file reads it.
+        end: the text of the response's end token, which a reward file reads too.
 
     Raises:
         UsageError: for an unknown scorer, a missing package, or a reward file that fails.
     """
     prompt = problem.question if prompt is None else prompt
-    said = generated(prompt + text, prompt)
+    response = generated(prompt + text, prompt)
     if problem.scorer == "math":
-        return check_math(problem.answer, said)
+        return check_math(problem.answer, response)
     if problem.scorer == "choice":
-        return check_choice(problem.answer, said, problem.meta.get("options"))
+        return check_choice(problem.answer, response, problem.meta.get("options"))
     label = problem.meta.get("label", problem.answer)
     check_scorer(problem.scorer)
     if problem.scorer == "reasoning_gym" or problem.scorer.startswith(OF_TASK):
         # The task's own reward, so that evaluation and training agree on every response.
         task = _module(problem.scorer.removeprefix(OF_TASK).partition(":")[0])
-        reward = float(task.score(said, label))
-        return Verdict.of(reward >= getattr(task, "RIGHT_FROM", _FULL), task.final_answer(said), reward)
+        reward = float(task.score(response, label))
+        is_right = reward >= getattr(task, "RIGHT_FROM", _FULL)
+        return Verdict.of(is_right, task.final_answer(response), reward)
     try:
         reward_func = reward_calls.load(problem.scorer)
     except Exception as error:
@@ -187,9 +208,9 @@ def score(problem: Problem, text: str, *, prompt: str | None = None, end: str = 
             f"scorer {problem.scorer}: reward_func {fault}, for problem {problem.id!r}. It must return {{'rewards': a"
             " finite number} for each response, such as 0 for one that it cannot read."
         ) from fault
-    # Without a score, as None too, OpenRLHF takes the reward.
-    value = result["rewards"] if result.get("scores") is None else result["scores"]
-    return Verdict.of(value >= _FULL, last_statement(text), result["rewards"])
+    # OpenRLHF takes the reward for the score where a reward function returns no score, or None.
+    score_of_response = result["rewards"] if result.get("scores") is None else result["scores"]
+    return Verdict.of(score_of_response >= _FULL, last_statement(text), result["rewards"])
 
 
 def check_problems(problems: Sequence[Problem]) -> None:
@@ -198,13 +219,15 @@ def check_problems(problems: Sequence[Problem]) -> None:
         raise UsageError("there are no problems: the dataset is empty.")
     if len({problem.id for problem in problems}) < len(problems):
         raise UsageError("two problems have the same id; ids must be distinct.")
-    for problem in {problem.scorer: problem for problem in problems}.values():
+    one_of_each_scorer = {problem.scorer: problem for problem in problems}
+    for problem in one_of_each_scorer.values():
         score(problem, problem.answer)
 
 
 @lru_cache(maxsize=8)
 def check_scorer(name: str) -> None:
-    """Raises ``UsageError`` for an unknown scorer, a task's too, or a missing file, with the nearest match."""
+    """Raises ``UsageError`` for an unknown scorer or task, or a missing file, with the nearest match."""
     check_scorer_name(name)
     if name.startswith(OF_TASK):
-        check_name(name[len(OF_TASK) :].partition(":")[0], argument_needed=False)
+        task, _, _ = name.removeprefix(OF_TASK).partition(":")
+        check_name(task, argument_needed=False)

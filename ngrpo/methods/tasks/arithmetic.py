@@ -23,13 +23,21 @@ def problems(rows: int = TRAIN_ROWS) -> Split:
     pairs = list(itertools.product(SUMMANDS, SUMMANDS))
     chance = random.Random(0)
     chance.shuffle(pairs)
-    held_out, train = pairs[:EVAL_ROWS], pairs[EVAL_ROWS:]
+    held_out_pairs = pairs[:EVAL_ROWS]
+    train_pairs = pairs[EVAL_ROWS:]
     order: list[tuple[int, int]] = []
     while len(order) < rows:
-        chance.shuffle(train)
-        order += train
-    every = [{"input": QUESTION.format(a=a, b=b), "label": str(a + b)} for a, b in held_out + order[:rows]]
-    return every[EVAL_ROWS:], every[:EVAL_ROWS]
+        chance.shuffle(train_pairs)
+        order += train_pairs
+    train = [_row(a, b) for a, b in order[:rows]]
+    held_out = [_row(a, b) for a, b in held_out_pairs]
+    return train, held_out
 
 
-score, final_answer, reward_func = number_score, last_number, number_reward
+def _row(a: int, b: int) -> dict[str, str]:
+    return {"input": QUESTION.format(a=a, b=b), "label": str(a + b)}
+
+
+score = number_score
+final_answer = last_number
+reward_func = number_reward

@@ -28,12 +28,16 @@ def problems(source: str) -> tuple[list[dict[str, Any]], None]:
     """
     report = partial(print, "ngrpo:", file=sys.stderr)
     loaded = load_problems(source, scorer="math", skip_unanswered=True, report=report)
-    return [{"input": list(p.messages), "label": p.answer, **p.template} for p in loaded], None
+    rows = []
+    for problem in loaded:
+        rows.append({"input": list(problem.messages), "label": problem.answer, **problem.template})
+    return rows, None
 
 
 def score(answer: str, label: str) -> float:
     """1 where math-verify finds the answer equal to the label, else 0."""
-    return _judge(answer, label)[0]
+    reward, _ = _judge(answer, label)
+    return reward
 
 
 def _judge(answer: str, label: str) -> tuple[float, bool]:

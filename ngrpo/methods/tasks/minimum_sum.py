@@ -23,14 +23,16 @@ def problems(rows: int = TRAIN_ROWS) -> Split:
         numbers = sandbox.sign_problem(chance)
         return sandbox.sign_question(numbers), str(solution(numbers))
 
-    every = distinct_rows(draw, rows + EVAL_ROWS)
-    return every[EVAL_ROWS:], every[:EVAL_ROWS]
+    all_rows = distinct_rows(draw, rows + EVAL_ROWS)
+    return all_rows[EVAL_ROWS:], all_rows[:EVAL_ROWS]
 
 
 def solution(numbers: list[int]) -> int:
     """The smallest sum of the numbers with signs that is not negative."""
-    signed = itertools.product(*((number, -number) for number in numbers))
-    return min(total for total in map(sum, signed) if total >= 0)
+    sums = [sum(signed_numbers) for signed_numbers in itertools.product(*((number, -number) for number in numbers))]
+    return min(total for total in sums if total >= 0)
 
 
-score, final_answer, reward_func = number_score, last_number, number_reward
+score = number_score
+final_answer = last_number
+reward_func = number_reward

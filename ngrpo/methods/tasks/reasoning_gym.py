@@ -18,8 +18,9 @@ EXAMPLE = "such as --task reasoning_gym:chain_sum"
 INSTRUCTION = "Put the final answer alone between <answer> and </answer>."
 TRAIN_ROWS = 2048
 EVAL_ROWS = 64
-# The two halves come from different seeds of one generator; common questions are removed from the training half.
-_TRAIN_SEED, _EVAL_SEED = 1, 0
+# Training and held-out rows come from different seeds of one generator; questions of both are removed from training.
+_TRAIN_SEED = 1
+_EVAL_SEED = 0
 _TAGGED = re.compile(r"<answer>\s*(.*?)\s*(?:</answer>|$)", re.DOTALL)
 _SPECIAL = re.compile(r"<\|[^|<>]*\|>|</s>")
 
@@ -39,31 +40,36 @@ def check(name: str) -> None:
 
 def problems(name: str) -> Split:
     """Training and held-out rows, the same on every machine; UsageError where the defaults generate none."""
-    # Some generators (of 0.1.25: word_ladder, ransom_note, ...) iterate over sets of strings; their order changes
-    # from process to process unless this variable is set before Python starts.
-    done = subprocess.run(
+    # Some generators (of 0.1.25: word_ladder, ransom_note, ...) iterate over sets of strings. Their order changes from
+    # process to process unless PYTHONHASHSEED is set before Python starts, hence a process of its own.
+    result = subprocess.run(
         [sys.executable, "-m", "ngrpo.methods.tasks.reasoning_gym", name],
         env={**os.environ, "PYTHONHASHSEED": "0"},
         capture_output=True,
         text=True,
         check=False,
     )
-    if done.returncode:
-        reason = (done.stderr.strip().splitlines() or ["no message"])[-1]
+    if result.returncode:
+        lines = result.stderr.strip().splitlines()
+        reason = lines[-1] if lines else "no message"
         raise UsageError(f"reasoning-gym cannot generate {name!r} with its defaults: {reason}")
-    return json.loads(done.stdout.splitlines()[-1])
+    return json.loads(result.stdout.splitlines()[-1])
 
 
 def generate(name: str, rows: int = TRAIN_ROWS, held_out: int = EVAL_ROWS) -> Split:
     """Training and held-out rows, generated in this process; no question is in both, so there may be fewer."""
     import reasoning_gym
 
-    train: dict[str, dict[str, str]] = {}
-    evaluation: dict[str, dict[str, str]] = {}
-    for half, seed, size in ((train, _TRAIN_SEED, rows), (evaluation, _EVAL_SEED, held_out)):
+    def distinct_rows(seed: int, size: int) -> dict[str, dict[str, str]]:
+        """Rows by their text; of two entries with one question, the first."""
+        rows_by_text: dict[str, dict[str, str]] = {}
         for entry in reasoning_gym.create_dataset(name, seed=seed, size=size):
             text = f"{entry['question'].rstrip()}\n{INSTRUCTION}"
-            half.setdefault(text, {"input": text, "label": label_of(name, entry)})
+            rows_by_text.setdefault(text, {"input": text, "label": label_of(name, entry)})
+        return rows_by_text
+
+    train = distinct_rows(_TRAIN_SEED, rows)
+    evaluation = distinct_rows(_EVAL_SEED, held_out)
     kept = [row for text, row in train.items() if text not in evaluation]
     if not kept:
         raise UsageError("every training question is also held out")
@@ -90,7 +96,8 @@ def final_answer(answer: str) -> str | None:
     """The text between the last answer tags; else the last ``\\boxed{}``; else the whole response."""
     answer = _SPECIAL.sub("", visible(answer))
     tagged = _TAGGED.findall(answer)
-    return (tagged[-1] if tagged else last_boxed(answer) or answer).strip() or None
+    final = tagged[-1] if tagged else last_boxed(answer) or answer
+    return final.strip() or None
 
 
 @lru_cache(maxsize=8)
@@ -109,17 +116,26 @@ def _pack(value: object) -> Any:
         return {"#items": [[_pack(key), _pack(item)] for key, item in value.items()]}
     if isinstance(value, tuple):
         return {"#tuple": [_pack(item) for item in value]}
-    return [_pack(item) for item in value] if isinstance(value, list) else value
+    if isinstance(value, list):
+        return [_pack(item) for item in value]
+    return value
 
 
-def _unpacked(found: dict[str, Any]) -> Any:
-    """For each object in JSON, from the inside outwards."""
-    if "#tuple" in found:
-        return tuple(found["#tuple"])
-    return dict(found["#items"]) if "#items" in found else found
+def _unpacked(packed: dict[str, Any]) -> Any:
+    """The value of a JSON object that :func:`_pack` made; `json` calls it from the innermost object outwards."""
+    if "#tuple" in packed:
+        return tuple(packed["#tuple"])
+    if "#items" in packed:
+        return dict(packed["#items"])
+    return packed
 
 
-reward_func = reward_function(lambda answer, label: (score(answer, label), "</answer>" in answer), "answers_in_tags")
+def _judge(answer: str, label: str) -> tuple[float, bool]:
+    has_tags = "</answer>" in answer
+    return score(answer, label), has_tags
+
+
+reward_func = reward_function(_judge, "answers_in_tags")
 
 if __name__ == "__main__":
     print(json.dumps(generate(sys.argv[1])))

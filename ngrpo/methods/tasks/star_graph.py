@@ -16,15 +16,16 @@ _SPECIAL = re.compile(r"<\|[^|<>]*\|>")
 def problems(rows: int = TRAIN_ROWS) -> Split:
     """Training and held-out rows, the same on every machine; the label is the path after the center."""
     chance = random.Random(0)
-    every = []
+    all_rows = []
     for _ in range(rows + EVAL_ROWS):
         edges, path = sandbox.path_problem(chance)
-        every.append({"input": sandbox.path_question(edges, path), "label": " ".join(map(str, path[1:]))})
-    return every[EVAL_ROWS:], every[:EVAL_ROWS]
+        path_after_center = " ".join(str(node) for node in path[1:])
+        all_rows.append({"input": sandbox.path_question(edges, path), "label": path_after_center})
+    return all_rows[EVAL_ROWS:], all_rows[:EVAL_ROWS]
 
 
 def score(answer: str, label: str) -> float:
-    """1 where a response's numbers are the whole path after the center, else 0: a part of it is nothing."""
+    """1 where a response's numbers are the whole path after the center, else 0, also for a part of the path."""
     return float(final_answer(answer) == label)
 
 
@@ -33,4 +34,9 @@ def final_answer(answer: str) -> str | None:
     return " ".join(numbers(_SPECIAL.sub("", answer))) or None
 
 
-reward_func = reward_function(lambda a, label: (score(a, label), final_answer(a) is not None), "answers_with_number")
+def _judge(answer: str, label: str) -> tuple[float, bool]:
+    has_number = final_answer(answer) is not None
+    return score(answer, label), has_number
+
+
+reward_func = reward_function(_judge, "answers_with_number")

@@ -24,7 +24,8 @@ def problems(rows: int = TRAIN_ROWS) -> Split:
 
 def reward(number: int) -> float:
     """In [0.1, 1]: 1 at the higher peak, 0.6 at the lower one, 0.1 far from both."""
-    high, low = (math.exp(-((number - peak) ** 2) / 50) for peak in (HIGH_PEAK, LOW_PEAK))
+    high = math.exp(-((number - HIGH_PEAK) ** 2) / 50)
+    low = math.exp(-((number - LOW_PEAK) ** 2) / 50)
     return 0.1 + 0.9 * high + 0.5 * low
 
 
@@ -37,7 +38,9 @@ def score(answer: str, label: str) -> float:
 def final_answer(answer: str) -> str | None:
     """The last number of a response where it is a whole one from 0 to 99."""
     number = last_number(answer)
-    return number if number is not None and number.isdecimal() and int(number) in NUMBERS else None
+    if number is None or not number.isdecimal() or int(number) not in NUMBERS:
+        return None
+    return number
 
 
 def near_high_peak(answer: str) -> bool:
@@ -45,4 +48,8 @@ def near_high_peak(answer: str) -> bool:
     return int(final_answer(answer) or LOW_PEAK) < (HIGH_PEAK + LOW_PEAK) / 2
 
 
-reward_func = reward_function(lambda a, label: (score(a, label), near_high_peak(a)), "task/near_high_peak")
+def _judge(answer: str, label: str) -> tuple[float, bool]:
+    return score(answer, label), near_high_peak(answer)
+
+
+reward_func = reward_function(_judge, "task/near_high_peak")

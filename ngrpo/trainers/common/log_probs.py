@@ -17,8 +17,8 @@ from torch import Tensor
 
 from ngrpo.trainers.common.sample_records import part_of_each
 from perturbations.errors import require
+from perturbations.replay.sampling_mask import SamplingMask
 from perturbations.replay.scope import ReplayScope, flat_rows
-from perturbations.replay.trajectory import SamplingMask
 
 Override = Callable[[Tensor, Tensor, Tensor], Tensor]
 _active: ContextVar[tuple[Override, ...]] = ContextVar("log_prob_overrides", default=())

@@ -27,14 +27,14 @@ class ReplayBuffer(Options, ABC):
 
     @abstractmethod
     def names(self) -> list[str]:
-        """What is held, oldest first."""
+        """The names of the trajectories that are held, oldest first."""
 
     @abstractmethod
     def take(self, name: str) -> FinishedTrajectory:
-        """Hands one over and forgets it; ``KeyError`` where it is not held."""
+        """Returns the trajectory of a name and forgets it; ``KeyError`` where it is not held."""
 
     def drop(self, names: Iterable[str]) -> None:
-        """Forgets what is held of these names."""
+        """Forgets the trajectories of these names, where they are held."""
         for name in dict.fromkeys(names):
-            with contextlib.suppress(KeyError):  # by which take() says that it is not held
+            with contextlib.suppress(KeyError):  # take() raises it where nothing is held
                 self.take(name)

@@ -12,17 +12,17 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class _Content:
-    """What a buffer holds: no option, and nothing that is sent to another process."""
+    """The trajectories of a buffer. They are in no field of it, since fields are options and travel with its spec."""
 
-    held: dict[str, FinishedTrajectory] = field(default_factory=dict)
-    size: int = 0
-    warned: bool = False
+    held: dict[str, FinishedTrajectory] = field(default_factory=dict)  # oldest first
+    size: int = 0  # bytes
+    warned: bool = False  # whether the user was told that trajectories are dropped
 
 
 @register_buffer("memory")
 @dataclass(frozen=True, kw_only=True)
 class MemoryBuffer(ReplayBuffer):
-    """Keeps the newest trajectories; records that nobody takes (``vllm serve``, say) must not fill the memory."""
+    """Keeps the newest trajectories. Records that nobody takes, as with ``vllm serve``, cannot fill the memory."""
 
     max_bytes: int = option(4 << 30, "above this many bytes the oldest trajectories are dropped", low=1)
 
@@ -39,9 +39,12 @@ class MemoryBuffer(ReplayBuffer):
         content.size += finished.size
         while content.size > self.max_bytes and len(content.held) > 1:
             if not content.warned:
-                untaken = f"{len(content.held)} finished trajectories ({content.size} bytes) were not taken"
-                fix = "Take or drop the records of finished requests, or raise max_bytes"
-                logger.warning("%s; the oldest are dropped from now on, without a further word. %s.", untaken, fix)
+                logger.warning(
+                    "%d finished trajectories (%d bytes) were not taken; the oldest are dropped from now on, without a"
+                    " further word. Take or drop the records of finished requests, or raise max_bytes.",
+                    len(content.held),
+                    content.size,
+                )
                 content.warned = True
             self.take(next(iter(content.held)))
 
