@@ -207,7 +207,8 @@ class RolloutPerturber:
             return NO_POSITIONS
         positions = edits["positions"].astype(np.int64)
         rows = first_row + positions - start
-        noise_keys = streams.keys(np.full_like(positions, self._store.seeds[slot]), positions, streams.Stream.NOISE)
+        seeds = np.full_like(positions, self._store.seeds[slot])
+        noise_keys = streams.keys(seeds, positions, streams.Stream.NOISE)
         # The start-up check's rows are not of the perturbation, so that they do not pass its module.
         module = None if self._store.ahead[slot] else self._module
         # A prompt has many times the rows of a step, and vLLM measured its memory with those. The noise of a row takes

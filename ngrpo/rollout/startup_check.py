@@ -209,7 +209,8 @@ def compared(
         unit: what a text is there, in the comparisons' subjects.
     """
     text = plain["text"]
-    effect = distance(text.log_probs(row, generated=1), plain["swapped"].log_probs(row, generated=1))
+    swapped = plain["swapped"]
+    effect = distance(text.log_probs(row, generated=1), swapped.log_probs(row, generated=1))
 
     def comparison(subject: str, ones: Sequence[Any], others: Sequence[Any]) -> Comparison:
         return Comparison(subject, distance(ones, others), effect)
@@ -238,13 +239,18 @@ def compared(
     ]
     subject = f"a row {what} with another token's embedding"
     if not partly:
-        swapped = plain["swapped"].log_probs(row, generated=1)
-        comparisons.append(comparison(subject, fed["other"].log_probs(row, generated=1), swapped))
+        comparisons.append(
+            comparison(
+                subject,
+                fed["other"].log_probs(row, generated=1),
+                swapped.log_probs(row, generated=1),
+            )
+        )
         return comparisons
     # The row is a sum in which a table that follows the token in the text has a share. So it is not that of the swapped
     # text, and all that is known is that this very row changes.
     unchanged = text.log_probs(row, row + 1)
-    expected_change = distance(unchanged, plain["swapped"].log_probs(row, row + 1))
+    expected_change = distance(unchanged, swapped.log_probs(row, row + 1))
     unchanged_share = 1.0
     if expected_change:
         change = distance(unchanged, fed["other"].log_probs(row, row + 1))

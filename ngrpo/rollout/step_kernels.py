@@ -202,7 +202,8 @@ class StepKernels:
         step = self._step(rows, draw, logits, gated.keys)
         proposal = self._perturbation.propose(step)
         drawable = logits.scaled if logits.drawable is None else logits.drawable
-        allowed = drawable.gather(-1, proposal.tokens.unsqueeze(-1)).squeeze(-1) > -torch.inf
+        proposed_logits = drawable.gather(-1, proposal.tokens.unsqueeze(-1)).squeeze(-1)
+        allowed = proposed_logits > -torch.inf
         largest_logits = draw.summary.maxima.amax(dim=-1) * step.temperature
         allowed = allowed & (largest_logits < _FORCED)
         if selected is not None:
