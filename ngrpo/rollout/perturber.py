@@ -74,7 +74,20 @@ class RolloutPerturber:
         routed: RoutedExperts | None = None,
         graphs: bool = True,
     ) -> None:
-        """graphs: on a GPU a step may be captured; the other arguments are the parts of one worker's perturbation."""
+        """
+        Args:
+            perturbation: what proposes the edits.
+            store: of the live trajectories.
+            gate: selects and judges the proposals; it has a row for each slot of the store.
+            embeddings: of the model, for perturbations.
+            override: of the model's input embedding.
+            device: of the model.
+            module: the perturbation's learned module, if it has one.
+            masks: the store of the tokens that sampling left; None where these are not recorded.
+            schedule: changes temperatures; None for none.
+            routed: records the experts of each token; None where these are not recorded.
+            graphs: whether a step may be captured as a CUDA graph.
+        """
         self._perturbation = perturbation
         self._store = store
         self._gate = gate
