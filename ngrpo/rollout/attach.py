@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ngrpo.machine.storage.parameters_file import load_saved
 from ngrpo.machine.upstream.types import ModelConfig, RunnerV2, VocabParallelEmbedding
+from ngrpo.rollout.check_texts import reads_tokens_elsewhere
 from ngrpo.rollout.input_override import InputOverride, find_input_embedding, language_model, tables_of_text
 from ngrpo.rollout.output_layer import output_layer_of
 from ngrpo.rollout.perturber import RolloutPerturber
@@ -23,7 +24,6 @@ from ngrpo.rollout.requests import RunningRequests
 from ngrpo.rollout.routed_experts import RoutedExperts
 from ngrpo.rollout.sampling_support import SamplingMaskStore
 from ngrpo.rollout.settings import ROUTED_EXPERTS, SAMPLING_MASKS, fingerprint, read_mask_limit, read_schedule
-from ngrpo.rollout.startup_check import reads_tokens_elsewhere
 from ngrpo.rollout.step_graphs import SIZES, rows_of_buffers
 from ngrpo.rollout.trajectories import TrajectoryStore
 from perturbations import Perturbation, ReplayBuffer, UsageError, parameters

@@ -59,9 +59,10 @@ class ChunkTable:
         """
         held = self._held[slots]
         widest = int((held + more).max(initial=0))
-        columns = self.table.shape[1]
-        if widest > columns:
-            self.table = np.pad(self.table, [(0, 0), (0, 2 * widest - columns)])
+        if widest > self.table.shape[1]:
+            wider = np.zeros((len(self.table), 2 * widest), dtype=np.int64)
+            wider[:, : self.table.shape[1]] = self.table
+            self.table = wider
         total = int(more.sum())
         reused = min(total, len(self._free))
         first_reused = len(self._free) - reused

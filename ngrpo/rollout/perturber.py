@@ -76,9 +76,20 @@ class RolloutPerturber:
         graphs: bool = True,
         output: OutputLayer | None = None,
     ) -> None:
-        """graphs: on a GPU a step may be captured; the other arguments are the parts of one worker's perturbation.
-
-        output: the model's output layer, which a graph may run; None where the logits stay outside.
+        """
+        Args:
+            perturbation: what proposes the edits.
+            store: of the live trajectories.
+            gate: selects and judges the proposals; it has a row for each slot of the store.
+            embeddings: of the model, for perturbations.
+            override: of the model's input embedding.
+            device: of the model.
+            module: the perturbation's learned module, if it has one.
+            masks: the store of the tokens that sampling left; None where these are not recorded.
+            schedule: changes temperatures; None for none.
+            routed: records the experts of each token; None where these are not recorded.
+            graphs: whether a step may be captured as a CUDA graph.
+            output: the model's output layer, which a graph may run; None where the logits stay outside.
         """
         self._perturbation = perturbation
         self._store = store
@@ -217,7 +228,8 @@ class RolloutPerturber:
             return NO_POSITIONS
         positions = edits["positions"].astype(np.int64)
         rows = first_row + positions - start
-        noise_keys = streams.keys(np.full_like(positions, self._store.seeds[slot]), positions, streams.Stream.NOISE)
+        seeds = np.full_like(positions, self._store.seeds[slot])
+        noise_keys = streams.keys(seeds, positions, streams.Stream.NOISE)
         # The start-up check's rows are not of the perturbation, so that they do not pass its module.
         module = None if self._store.ahead[slot] else self._module
         # A prompt has many times the rows of a step, and vLLM measured its memory with those. The noise of a row takes

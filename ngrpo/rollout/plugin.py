@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's plugin entry point (group ``vllm.general_plugins``), which vLLM loads in each of its processes.
 
-`register` applies the rows `VLLM` of `ngrpo.patches`, some of which are here. They act only in an engine with
-``additional_config={"perturbation": {...}}``. Little is imported at the top: vLLM logs an error there and continues.
+`register` applies the rows `VLLM` of `ngrpo.patches`. Functions with an ``original`` belong to them. They act
+only in an engine with ``additional_config={"perturbation": {...}}``. Little is imported at the top: where a plugin
+fails, vLLM logs the error and continues without it.
 """
 
 import asyncio
@@ -33,14 +34,20 @@ def register() -> None:
     if versions.has_rollouts(vllm.__version__):
         conditions.append(patches.IN_SUPPORTED_VLLM)
     else:
-        release, ours = vllm.__version__, versions.VLLM_OF_ROLLOUTS
-        logger.warning("ngrpo: vLLM %s is not supported (%s is); perturbations are off.", release, ours)
+        logger.warning(
+            "ngrpo: vLLM %s is not supported (%s is); perturbations are off.",
+            vllm.__version__,
+            versions.VLLM_OF_ROLLOUTS,
+        )
     patches.install(conditions)
 
 
 @around
 def checked_config(original: Callable[..., Any], self: Any, *args: object, **kwargs: object) -> Any:
-    """Checks the release, the spec and its combinations, in the caller's process, before any model loads."""
+    """vLLM's ``EngineArgs.create_engine_config``, in the caller's process before any model loads.
+
+    Checks the release of vLLM, the perturbation's spec, and what it cannot be combined with.
+    """
     import vllm
 
     from ngrpo.rollout import settings
@@ -48,10 +55,11 @@ def checked_config(original: Callable[..., Any], self: Any, *args: object, **kwa
     perturbation = settings.read(self.additional_config)
     settings.read_buffer(self.additional_config)
     if perturbation is not None:
-        # Here, since vLLM logs an error in the import of a plugin and returns nothing.
+        # An error in `register` would only be logged by vLLM, and the engine would draw unperturbed.
         if not versions.has_rollouts(vllm.__version__):
-            needed = f"perturbations need vLLM {versions.VLLM_OF_ROLLOUTS}"
-            raise RuntimeError(f"{needed}, not {vllm.__version__}: install one of these.")
+            raise RuntimeError(
+                f"perturbations need vLLM {versions.VLLM_OF_ROLLOUTS}, not {vllm.__version__}: install one of these."
+            )
         patches.check(patches.active(patches.VLLM_CONDITIONS))
     config = original(self, *args, **kwargs)
     without_setup_hook(config.parallel_config)
@@ -61,7 +69,10 @@ def checked_config(original: Callable[..., Any], self: Any, *args: object, **kwa
 
 
 def without_setup_hook(config: ParallelConfig) -> None:
-    """Removes `ngrpo train`'s set-up hook from a tensor-parallel engine: Ray 2.55 takes its core for a new driver."""
+    """Removes `ngrpo train`'s set-up hook of Ray's workers from the environment of a tensor-parallel engine.
+
+    Ray 2.55 takes the core of such an engine for a new driver, and would run the hook in it.
+    """
     environment = getattr(config, "ray_runtime_env", None)
     if environment and environment.pop("worker_process_setup_hook", None):
         from ray._private.ray_constants import WORKER_PROCESS_SETUP_HOOK_ENV_VAR
@@ -71,7 +82,7 @@ def without_setup_hook(config: ParallelConfig) -> None:
 
 @around
 def hash_without_seed(original: Callable[..., str], self: Any, *args: object, **kwargs: object) -> str:
-    """The key of vLLM's compile cache: perturbations that differ only in the seed share their graphs."""
+    """vLLM's key of its compile cache, without the seed: perturbations that differ in nothing else share graphs."""
     from ngrpo.rollout import settings
 
     seedless = copy.copy(self)
@@ -81,7 +92,7 @@ def hash_without_seed(original: Callable[..., str], self: Any, *args: object, **
 
 @around
 def attached(original: Callable[..., None], self: Worker, *args: object, **kwargs: object) -> None:
-    """A worker's ``load_model``, which sets its perturbation."""
+    """A worker's ``load_model``: the perturbation is attached before anything is compiled."""
     from ngrpo.rollout import settings
 
     original(self, *args, **kwargs)
@@ -93,8 +104,12 @@ def attached(original: Callable[..., None], self: Worker, *args: object, **kwarg
 
         self.perturbation = AttachedPerturbation(self.model_runner, perturbation, settings.read_buffer(config))
         version = runner_version(self)
-        (runners.attach_v2 if version == "V2" else runners.attach_v1)(self.model_runner, self.perturbation)
-        # Of this instance: a worker for CPUs has a method of its own, in a module that must not be imported here.
+        if version == "V2":
+            runners.attach_v2(self.model_runner, self.perturbation)
+        else:
+            runners.attach_v1(self.model_runner, self.perturbation)
+        # Of this instance and not of its class: vLLM's worker for CPUs has a method of its own, in a module that must
+        # not be imported in other processes.
         self.compile_or_warm_up_model = warmed_up(self.compile_or_warm_up_model, self.perturbation)
         fingerprint = self.perturbation.fingerprint()
         logger.info("perturbation %s is on, in the %s model runner: %s", perturbation.name, version, fingerprint)
@@ -122,56 +137,84 @@ async def results_of_every_rank(original: Callable[..., Any], self: Any, method:
     return [answer for answers in await asyncio.gather(*calls) for answer in answers]
 
 
-def with_procedures(worker: type) -> type:
-    """vLLM's ``WorkerBase`` with the remote procedures of every worker, called with ``collective_rpc`` by name."""
+class _Procedures:
+    """Remote procedures of a worker with a perturbation, called with ``collective_rpc`` by name."""
 
-    def fingerprint(self: Worker) -> str:
-        found = getattr(self, "perturbation", None)
-        return found.fingerprint() if found else ""
+    def perturbation_fingerprint(self: Worker) -> str:
+        """Of the worker's perturbation; empty where it has none."""
+        perturbation = getattr(self, "perturbation", None)
+        return perturbation.fingerprint() if perturbation else ""
 
-    def drift(self: Worker) -> tuple[int, ...] | None:
-        counts = self.perturbation.drift()
-        return None if counts is None else dataclasses.astuple(counts)
+    def perturbation_runner(self: Worker) -> str:
+        """As :func:`runner_version`."""
+        return runner_version(self)
 
-    def replace(self: Worker, spec: dict[str, Any]) -> None:
+    def perturbation_take(
+        self: Worker, names: list[str] | None = None, unfinished: list[str] | None = None
+    ) -> dict[str, dict[str, bytes]]:
+        """As :meth:`~ngrpo.rollout.requests.RunningRequests.take`."""
+        return self.perturbation.requests.take(names, unfinished)
+
+    def perturbation_drop(self: Worker, names: list[str]) -> None:
+        """As :meth:`~ngrpo.rollout.requests.RunningRequests.drop`."""
+        self.perturbation.requests.drop(names)
+
+    def perturbation_drift(self: Worker) -> tuple[int, ...] | None:
+        """The fields of :class:`~perturbations.neighbors.Drift`; None where there is none."""
+        drift = self.perturbation.drift()
+        return None if drift is None else dataclasses.astuple(drift)
+
+    def perturbation_prepare(self: Worker) -> None:
+        """Computes what the perturbation needs of the weights."""
+        self.perturbation.prepare()
+
+    def perturbation_reads_tokens(self: Worker) -> bool:
+        """Whether the model also reads the token in the text, whatever is fed instead."""
+        return self.perturbation.reads_tokens
+
+    def perturbation_replace(self: Worker, spec: dict[str, Any]) -> None:
+        """Exchanges the perturbation; ``spec``: its name and options."""
         from perturbations import registry
 
         self.perturbation.replace(registry.create(**spec))
 
-    procedures: dict[str, Callable[..., Any]] = {
-        "fingerprint": fingerprint,
-        "runner": runner_version,
-        "take": lambda self, names=None, unfinished=None: self.perturbation.requests.take(names, unfinished),
-        "drop": lambda self, names: self.perturbation.requests.drop(names),
-        "drift": drift,
-        "prepare": lambda self: self.perturbation.prepare(),
-        "reads_tokens": lambda self: self.perturbation.reads_tokens,
-        "replace": replace,
-    }
-    for name, procedure in procedures.items():
-        setattr(worker, f"perturbation_{name}", procedure)
+
+def with_procedures(worker: type) -> type:
+    """vLLM's ``WorkerBase``, which every worker inherits, with the remote procedures."""
+    for name, procedure in vars(_Procedures).items():
+        if name.startswith("perturbation_"):
+            setattr(worker, name, procedure)
     return worker
 
 
-def _then(act: Callable[..., None]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """After a worker's method, its perturbation, if it has one, acts, given the same arguments."""
-
-    @around
-    def method(original: Callable[..., Any], self: Worker, *args: object, **kwargs: object) -> Any:
-        result = original(self, *args, **kwargs)
-        attached = getattr(self, "perturbation", None)
-        if attached is not None:
-            act(attached, *args, **kwargs)
-        return result
-
-    return method
+@around
+def after_update(original: Callable[..., Any], self: Worker, *args: object, **kwargs: object) -> Any:
+    """A worker's ``finish_weight_update``: sparse and sharded transfers write parameters past ``load_weights``."""
+    result = original(self, *args, **kwargs)
+    perturbation = getattr(self, "perturbation", None)
+    if perturbation is not None:
+        perturbation.weights_changed()
+    return result
 
 
-# Weight transfer of the sparse and sharded kinds writes parameters directly, past ``load_weights``.
-after_update = _then(lambda attached: attached.weights_changed())
-# A worker for CPUs has its own of these two, which do nothing.
-after_sleep = _then(lambda attached, *_, **__: setattr(attached, "asleep", True))
-after_wake_up = _then(lambda attached, tags=None: attached.wake(tags))
+@around
+def after_sleep(original: Callable[..., Any], self: Worker, *args: object, **kwargs: object) -> Any:
+    """A worker's ``sleep``: its weights leave the memory. A worker for CPUs has its own method, which does nothing."""
+    result = original(self, *args, **kwargs)
+    perturbation = getattr(self, "perturbation", None)
+    if perturbation is not None:
+        perturbation.asleep = True
+    return result
+
+
+@around
+def after_wake_up(original: Callable[..., Any], self: Worker, tags: list[str] | None = None) -> Any:
+    """A worker's ``wake_up``, in parts or as a whole; as for :func:`after_sleep`, a worker for CPUs has its own."""
+    result = original(self, tags)
+    perturbation = getattr(self, "perturbation", None)
+    if perturbation is not None:
+        perturbation.wake(tags)
+    return result
 
 
 def runner_version(worker: Worker) -> str:

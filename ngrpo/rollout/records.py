@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine's front end: records of finished requests are picked up, and those of aborted ones are dropped."""
+"""An engine's front end: records of finished requests are picked up, and those of aborted ones are dropped.
+
+The functions that take an ``original`` are rows of `ngrpo.patches`.
+"""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,17 +17,18 @@ from ngrpo.rollout.settings import read
 from perturbations import FinishedTrajectory, ReplayRecord, registry
 from perturbations.neighbors import Drift
 
-# Where vLLM's front end keeps the number of tokens of each finished response, until its record is taken.
+# The attribute in which vLLM's front end keeps how many tokens each finished response has, until its record is taken.
 LENGTHS = "perturbation_lengths"
-# Responses of an engine without a reader of records, about 150 MB of them; no batch is this large.
+# Where nobody takes the records, the oldest lengths are dropped from this many on, about 150 MB. No batch is as large.
 _LENGTHS_KEPT = 1 << 20
 
 
 def take_records(llm: LLM, request_ids: Sequence[str] | None = None) -> dict[str, ReplayRecord]:
     """Hands over the records of finished requests, each once; RuntimeError for an engine without a perturbation.
 
-    ``request_ids``: ``RequestOutput.request_id`` of those wanted, which are the keys of the result; None for all. With
-    ``SamplingParams(n=…)`` above 1 the key of sample i is ``"{i}_{request_id}"``, as vLLM itself numbers them.
+    ``request_ids``: ``RequestOutput.request_id`` of the requests whose records are wanted, which are the keys of the
+    result; None for all. With ``SamplingParams(n=…)`` above 1 the key of sample i is ``"{i}_{request_id}"``, as vLLM
+    itself numbers them.
     """
     return {name: trajectory.record for name, trajectory in take_finished(llm, request_ids).items()}
 
@@ -34,36 +38,43 @@ def take_trajectories(llm: LLM, request_ids: Sequence[str] | None = None) -> dic
 
     At temperature, before top-k, top-p and min-p; in an engine that records sampling masks, among the tokens left.
     """
-    taken = take_finished(llm, request_ids)
-    return {name: (trajectory.record, trajectory.log_probs) for name, trajectory in taken.items()}
+    trajectories = take_finished(llm, request_ids)
+    return {name: (trajectory.record, trajectory.log_probs) for name, trajectory in trajectories.items()}
 
 
 def take_finished(llm: LLM, request_ids: Sequence[str] | None = None) -> dict[str, FinishedTrajectory]:
     """As :func:`take_records`, with everything that the engine records."""
-    front = llm.llm_engine.output_processor
+    output_processor = llm.llm_engine.output_processor
     names = None if request_ids is None else list(request_ids)
-    return of_answers(front, _ask(llm, "take", names, list(front.request_states)))
+    unfinished = list(output_processor.request_states)
+    return trajectories_of(output_processor, _call(llm, "take", names, unfinished))
 
 
-def of_answers(front: object, taken: Mapping[str, Mapping[str, bytes]]) -> dict[str, FinishedTrajectory]:
+def trajectories_of(
+    output_processor: object, packed: Mapping[str, Mapping[str, bytes]]
+) -> dict[str, FinishedTrajectory]:
     """Trajectories that end where their responses do, by key as of :func:`take_records`.
 
-    ``front``: the engine's ``output_processor``; ``taken``: internal request id to what a worker sent.
+    ``output_processor``: of the engine's front end; ``packed``: internal request id to what a worker handed over.
     """
-    return {
-        external_id(name): cut_to_response(FinishedTrajectory.unpack(parts), taken_length(front, name))
-        for name, parts in taken.items()
-    }
+    trajectories: dict[str, FinishedTrajectory] = {}
+    for name, parts in packed.items():
+        trajectory = FinishedTrajectory.unpack(parts)
+        trajectories[external_id(name)] = cut_to_response(trajectory, taken_length(output_processor, name))
+    return trajectories
 
 
-def of_all_workers(answers: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+def of_all_workers(results: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """What the workers of an engine handed over: tensor-parallel ranks all the same, data-parallel ones their own."""
-    return {name: parts for answer in answers for name, parts in answer.items()}
+    merged: dict[str, Any] = {}
+    for packed in results:
+        merged.update(packed)
+    return merged
 
 
 def drop_records(llm: LLM, request_ids: Sequence[str]) -> None:
     """Forgets the records of aborted requests, by ``RequestOutput.request_id``."""
-    _ask(llm, "drop", list(request_ids))
+    _call(llm, "drop", list(request_ids))
 
 
 def set_perturbation(llm: LLM, name: str, **options: object) -> None:
@@ -71,7 +82,7 @@ def set_perturbation(llm: LLM, name: str, **options: object) -> None:
 
     ``name`` and ``options``: as of :func:`perturbations.create`; rate 0 is allowed here and draws as the engine does.
     """
-    _ask(llm, "replace", registry.create(name, **options).spec())
+    _call(llm, "replace", registry.create(name, **options).spec())
 
 
 def model_runner(llm: LLM) -> str:
@@ -84,15 +95,15 @@ def neighbor_drift(llm: LLM) -> Drift | None:
 
     None before the first sync, and for perturbations without neighbors; RuntimeError without a perturbation.
     """
-    counts = _ask(llm, "drift")
+    counts = _call(llm, "drift")
     return None if counts is None else Drift(*counts)
 
 
-def _ask(llm: LLM, what: str, *args: object) -> Any:
-    """The first worker's result, once every worker is known to have a perturbation."""
+def _call(llm: LLM, procedure: str, *args: object) -> Any:
+    """The first worker's result of a procedure of `plugin.with_procedures`; RuntimeError unless all workers perturb."""
     with _workers_without_hooks():
         check_installed(llm.llm_engine.collective_rpc("perturbation_fingerprint"))
-    return llm.llm_engine.collective_rpc(f"perturbation_{what}", args=args)[0]
+    return llm.llm_engine.collective_rpc(f"perturbation_{procedure}", args=args)[0]
 
 
 async def confirm(engine: AsyncLLM, expected: str) -> None:
@@ -103,7 +114,7 @@ async def confirm(engine: AsyncLLM, expected: str) -> None:
 
 @contextmanager
 def _workers_without_hooks() -> Iterator[None]:
-    """Reports workers without the method as unperturbed: vLLM's error names the method."""
+    """Reports workers without the method ``perturbation_fingerprint`` as unperturbed: vLLM's error names the method."""
     try:
         yield
     except Exception as error:
@@ -141,23 +152,29 @@ def with_lengths(original: Callable[..., None], self: LLMEngine | AsyncLLM, *arg
 
 @around
 def keep_length(original: Callable[..., None], self: Any, req_state: Any, *args: object, **kwargs: object) -> None:
-    """vLLM's ``OutputProcessor._finish_request``, which keeps how many tokens a response has, until it is taken."""
+    """vLLM's ``OutputProcessor._finish_request``, which also keeps how many tokens a finished response has."""
     original(self, req_state, *args, **kwargs)
     lengths = vars(self).get(LENGTHS)
     if lengths is not None and req_state.detokenizer is not None:
         lengths[req_state.request_id] = req_state.detokenizer.num_output_tokens()
         if len(lengths) > _LENGTHS_KEPT:
-            del lengths[next(iter(lengths))]
+            oldest = next(iter(lengths))
+            del lengths[oldest]
 
 
-def taken_length(front: Any, name: str) -> int | None:
-    """How many tokens a finished response has, by its internal id; the engine's ``output_processor`` tells it once."""
-    return vars(front).get(LENGTHS, {}).pop(name, None)
+def taken_length(output_processor: Any, name: str) -> int | None:
+    """How many tokens a finished response has, by its internal id; the engine's front end forgets it with that."""
+    return vars(output_processor).get(LENGTHS, {}).pop(name, None)
 
 
 def cut_to_response(trajectory: FinishedTrajectory, generated: int | None) -> FinishedTrajectory:
-    """A turn's trajectory without the tokens beyond the response's ``generated`` ones; None for all."""
-    return trajectory if generated is None else trajectory.truncate(trajectory.record.prompt_tokens + generated)
+    """A turn's trajectory without the tokens that a worker computed after the response's end.
+
+    ``generated``: tokens of the response; None for all that the trajectory has.
+    """
+    if generated is None:
+        return trajectory
+    return trajectory.truncate(trajectory.record.prompt_tokens + generated)
 
 
 # --- aborted requests ----------------------------------------------------------------------------------------------
@@ -167,7 +184,10 @@ def cut_to_response(trajectory: FinishedTrajectory, generated: int | None) -> Fi
 def drop_aborted(
     original: Callable[..., None], self: LLMEngine, request_ids: Iterable[str], *args: object, **kwargs: object
 ) -> None:
-    """A caller's abort. (Requests that end at a stop string are aborted further inside; they keep their records.)"""
+    """vLLM's ``LLMEngine.abort_request``, by which a caller aborts requests: their records are dropped.
+
+    Requests that end at a stop string are aborted further inside, and keep their records.
+    """
     names = list(request_ids)
     dropped = _with_internal_ids(self, names)
     original(self, names, *args, **kwargs)
@@ -179,6 +199,7 @@ def drop_aborted(
 async def drop_aborted_async(
     original: Callable[..., Any], self: AsyncLLM, request_id: str | Iterable[str], *args: object, **kwargs: object
 ) -> None:
+    """vLLM's ``AsyncLLM.abort``, as :func:`drop_aborted`."""
     names = [request_id] if isinstance(request_id, str) else list(request_id)
     dropped = _with_internal_ids(self, names)
     await original(self, names, *args, **kwargs)
@@ -187,11 +208,18 @@ async def drop_aborted_async(
 
 
 def _with_internal_ids(engine: LLMEngine | AsyncLLM, names: list[str]) -> list[str]:
-    """Those unfinished, and their internal ids, which an abort forgets: a parent's samples have its name.
+    """The unfinished ones of these requests, and their internal ids, which the front end forgets with an abort.
 
-    Whoever leaves `generate()` at a response's last output aborts one that has finished: its record stays.
+    A caller that leaves `generate()` at a response's last output aborts a request that has finished: its record stays.
     """
-    front = engine.output_processor
-    ids, internal = front.external_req_ids, (front.request_states, front.parent_requests)
-    names = [name for name in names if name in ids or any(name in known for known in internal)]
-    return [*names, *(each for name in names for each in ids.get(name, ()))]
+    front_end = engine.output_processor
+    external_ids = front_end.external_req_ids
+    unfinished: list[str] = []
+    for name in names:
+        # The samples of one request have the name of their parent.
+        is_internal = name in front_end.request_states or name in front_end.parent_requests
+        if is_internal or name in external_ids:
+            unfinished.append(name)
+    for name in list(unfinished):
+        unfinished.extend(external_ids.get(name, ()))
+    return unfinished

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A request's arguments for its perturbation: checked where they come in, numbered, and keys of its cached blocks.
+"""A request's arguments for its perturbation: how they are checked, and what they change in vLLM's front end.
 
-Also here: which of its sampling parameters change the logits, so that its recorded log π is not the model's.
-
-They are checked in the caller's process, because a worker that fails takes its engine along. The functions that take
-an ``original`` are rows of `ngrpo.patches`.
+They are checked in the caller's process, because a worker that fails takes its engine along. The samples of one request
+are numbered, and its cached blocks get keys of their own. Also here: which of a request's sampling parameters change
+the logits, so that its recorded log π is not the model's. The functions that take an ``original`` are rows of
+`ngrpo.patches`.
 """
 
 import base64
 import importlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from ngrpo.machine.upstream.patch import around
 from ngrpo.machine.upstream.types import InputProcessor, ModelConfig, Request, SamplingParams
@@ -20,18 +20,29 @@ from perturbations import ReplayRecord, UsageError
 from perturbations.errors import nearest
 
 _WHERE = f"SamplingParams.extra_args[{KEY!r}]"
-# What travels to a worker with int64 arrays.
-_INTEGER = (int, "an integer from 0 to 9223372036854775807")
+
+
+class _Kind(NamedTuple):
+    """What a value of an argument must be."""
+
+    type: type
+    description: str
+
+
+_INTEGER = _Kind(int, "an integer from 0 to 9223372036854775807")  # it travels in int64 arrays
+_SWITCH = _Kind(bool, "True or False")
+_RECORD = _Kind(bytes, "the bytes of a record: ReplayRecord.to_bytes(), in a request to a server in base64")
 _ALLOWED = {
     "seed": _INTEGER,
     "sample": _INTEGER,
-    "enabled": (bool, "True or False"),
-    "record": (bytes, "the bytes of a record: ReplayRecord.to_bytes(), in a request to a server in base64"),
+    "enabled": _SWITCH,
+    "record": _RECORD,
     "training_step": _INTEGER,
-    "scheduled": (bool, "True or False"),
+    "scheduled": _SWITCH,
     "answer": _INTEGER,
     "answers": _INTEGER,
 }
+# Where vLLM's request keeps the first position of its record.
 _FIRST_POSITION = "perturbation_first_position"
 RETURN_RECORD = "return_record"
 """An argument of the server's requests alone: the response is to have its record and its log-probabilities."""
@@ -54,8 +65,12 @@ Temperature, top-p, top-k and min-p are not among them: log π is recorded at th
 
 def logit_changes(params: SamplingParams) -> dict[str, Any]:
     """The parameters of :data:`LOGITS_UNCHANGED` by which a request changes its logits, with their values."""
-    values = {name: getattr(params, name, None) or neutral for name, neutral in LOGITS_UNCHANGED.items()}
-    return {name: value for name, value in values.items() if value != LOGITS_UNCHANGED[name]}
+    changes: dict[str, Any] = {}
+    for name, neutral in LOGITS_UNCHANGED.items():
+        value = getattr(params, name, None)
+        if value and value != neutral:
+            changes[name] = value
+    return changes
 
 
 def checked(params: SamplingParams, model_config: ModelConfig) -> SamplingParams:
@@ -67,36 +82,51 @@ def checked(params: SamplingParams, model_config: ModelConfig) -> SamplingParams
     raw = (getattr(params, "extra_args", None) or {}).get(KEY)
     if raw is None:
         return params
-    arguments = raw
-    if isinstance(raw, str):
-        try:
-            arguments = json.loads(raw)
-        except (ValueError, RecursionError) as error:
-            raise UsageError(f"{_WHERE} is no JSON object: {error}. Send one, such as {{}}.") from None
-        arguments = with_record_read(arguments)
-        if isinstance(arguments, dict) and arguments.pop(RETURN_RECORD, False) and (changes := logit_changes(params)):
-            raise UsageError(
-                f"{KEY}.{RETURN_RECORD}: the request is sampled with {in_words(changes)}, so that its recorded"
-                " log-probabilities would not be the model's. Leave these parameters or return_record out. Send"
-                " repetition_penalty 1.0 where the model's generation_config.json sets another one, or start the server"
-                " with --generation-config vllm."
-            )
+    arguments = _from_text(raw, params) if isinstance(raw, str) else raw
     arguments = checked_fields(arguments)
     if arguments.get("record"):
-        if (getattr(params, "n", None) or 1) > 1:
-            why = "responses that continue one record would all be the same. Request one response"
-            raise UsageError(f"{_WHERE}['record'] with n={params.n}: {why}.")
-        # D of the input embedding is the hidden size in all models but some of OPT's.
-        hidden = getattr(model_config.hf_text_config, "word_embed_proj_dim", None) or model_config.get_hidden_size()
-        try:
-            ReplayRecord.from_bytes(arguments["record"]).check_model(model_config.get_vocab_size(), hidden)
-        except ValueError as error:
-            raise UsageError(f"{_WHERE}['record']: {error}") from None
+        _check_record(arguments["record"], params, model_config)
     if arguments is raw:
         return params
     params = params.clone()
     params.extra_args = {**(params.extra_args or {}), KEY: arguments}
     return params
+
+
+def _from_text(text: str, params: SamplingParams) -> object:
+    """The arguments that a server passes on as JSON text, without ``return_record``; UsageError for other text."""
+    try:
+        arguments = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{_WHERE} is no JSON object: {error}. Send one, such as {{}}.") from None
+    arguments = with_record_read(arguments)
+    if not isinstance(arguments, dict):
+        return arguments
+    returns_log_probs = arguments.pop(RETURN_RECORD, False)
+    changes = logit_changes(params) if returns_log_probs else {}
+    if changes:
+        raise UsageError(
+            f"{KEY}.{RETURN_RECORD}: the request is sampled with {in_words(changes)}, so that its recorded"
+            " log-probabilities would not be the model's. Leave these parameters or return_record out. Send"
+            " repetition_penalty 1.0 where the model's generation_config.json sets another one, or start the server"
+            " with --generation-config vllm."
+        )
+    return arguments
+
+
+def _check_record(record: bytes, params: SamplingParams, model_config: ModelConfig) -> None:
+    """Raises UsageError for a record that is damaged, or of another model, or that several samples would continue."""
+    if (getattr(params, "n", None) or 1) > 1:
+        raise UsageError(
+            f"{_WHERE}['record'] with n={params.n}: responses that continue one record would all be the same. Request"
+            " one response."
+        )
+    # D of the input embedding is the hidden size in all models but some of OPT's.
+    hidden = getattr(model_config.hf_text_config, "word_embed_proj_dim", None) or model_config.get_hidden_size()
+    try:
+        ReplayRecord.from_bytes(record).check_model(model_config.get_vocab_size(), hidden)
+    except ValueError as error:
+        raise UsageError(f"{_WHERE}['record']: {error}") from None
 
 
 def in_words(values: Mapping[str, Any]) -> str:
@@ -109,17 +139,21 @@ def checked_fields(arguments: object, where: str = _WHERE, further: Sequence[str
 
     ``where``: their name in an error; ``further``: names that an error lists as known, which the caller has taken out.
     """
-    known = [*_ALLOWED, *further]
+    names = ", ".join([*_ALLOWED, *further])
     if not isinstance(arguments, dict):
-        raise UsageError(f"{where} is {arguments!r}: must be a dictionary with {', '.join(known)}.")
+        raise UsageError(f"{where} is {arguments!r}: must be a dictionary with {names}.")
     for name, value in arguments.items():
         if name not in _ALLOWED:
-            hint = nearest(str(name), known)
-            raise UsageError(f"{where}[{name!r}] is unknown. Known: {', '.join(known)}.{hint}")
-        kind, allowed = _ALLOWED[name]
-        if not isinstance(value, kind) or (kind is int and (isinstance(value, bool) or not 0 <= int(value) < 1 << 63)):
-            raise UsageError(f"{where}[{name!r}]={value!r}: must be {allowed}.")
-    answer, answers = arguments.get("answer", 0), arguments.get("answers", 1)
+            hint = nearest(str(name), [*_ALLOWED, *further])
+            raise UsageError(f"{where}[{name!r}] is unknown. Known: {names}.{hint}")
+        kind = _ALLOWED[name]
+        valid = isinstance(value, kind.type)
+        if valid and kind is _INTEGER:
+            valid = not isinstance(value, bool) and 0 <= value < 1 << 63
+        if not valid:
+            raise UsageError(f"{where}[{name!r}]={value!r}: must be {kind.description}.")
+    answer = arguments.get("answer", 0)
+    answers = arguments.get("answers", 1)
     if answer >= answers:
         raise UsageError(
             f"{where}['answer']={answer}: must be from 0 to 1 below {where}['answers'], which is {answers}."
@@ -132,10 +166,12 @@ def with_record_read(arguments: object, where: str = _WHERE) -> object:
     if not isinstance(arguments, dict) or not isinstance(arguments.get("record"), str):
         return arguments
     try:
-        return {**arguments, "record": base64.b64decode(arguments["record"], validate=True)}
+        record = base64.b64decode(arguments["record"], validate=True)
     except ValueError as error:
-        needed = "Send base64.b64encode(record.to_bytes()), as text"
-        raise UsageError(f"{where}['record'] is not base64: {error}. {needed}.") from None
+        raise UsageError(
+            f"{where}['record'] is not base64: {error}. Send base64.b64encode(record.to_bytes()), as text."
+        ) from None
+    return {**arguments, "record": record}
 
 
 @around
@@ -148,22 +184,24 @@ def checked_request(
     *args: object,
     **named: object,
 ) -> Any:
-    """A bad argument is the caller's error, in the caller's process."""
+    """vLLM's ``process_inputs``: a wrong argument is an error in the caller's process, and of the caller."""
     try:
         params = checked(params, self.model_config)
         if named.get("resumable") and read(self.vllm_config.additional_config) is not None:
             raise UsageError("a perturbed engine takes no prompts that arrive in parts. Give the whole prompt.")
     except UsageError as error:
-        # vLLM's server returns status 400 for errors of its own kind only.
-        base = getattr(importlib.import_module("vllm.exceptions"), "VLLMValidationError", None)
-        kind = UsageError if base is None else type("RequestError", (base, UsageError), {})
-        raise kind(str(error)) from None
+        # vLLM's server returns status 400 for errors of its own class only, which not all releases have.
+        error_class: type[Exception] = UsageError
+        vllm_class = getattr(importlib.import_module("vllm.exceptions"), "VLLMValidationError", None)
+        if vllm_class is not None:
+            error_class = type("RequestError", (vllm_class, UsageError), {})
+        raise error_class(str(error)) from None
     return original(self, request_id, prompt, params, *args, **named)
 
 
 @around
 def numbered_children(original: Callable[..., Any], self: object, index: int) -> SamplingParams:
-    """``SamplingParams(n=…)`` with a given seed: each child must be another trajectory."""
+    """vLLM's request for sample ``index`` of ``SamplingParams(n=…)``: with a seed, each must be another trajectory."""
     params = original(self, index)
     arguments = request_arguments(params)
     if arguments.get("seed") is not None:
@@ -173,22 +211,30 @@ def numbered_children(original: Callable[..., Any], self: object, index: int) ->
 
 
 def with_trajectory_keys(original: Callable[..., Any]) -> Callable[..., Any]:
-    """vLLM's ``generate_block_hash_extra_keys``: a block of generated tokens belongs to its trajectory alone."""
-    # The hash shows its tokens, and not the embeddings that were fed. So a block that reaches beyond the prompt, or
-    # beyond a replayed record's first position, gets the request's id as an extra key: only the same request finds it
-    # again, after a preemption.
+    """vLLM's ``generate_block_hash_extra_keys``: a block of generated tokens belongs to its trajectory alone.
+
+    A block's hash is of its tokens, and not of the embeddings that were fed. So a block that reaches beyond the prompt,
+    or beyond a replayed record's first position, gets the request's id as an extra key: only the same request finds it
+    again, after a preemption.
+    """
 
     def generate_block_hash_extra_keys(request: Request, start: int, end: int, start_mm_idx: int) -> Any:
         keys, next_mm_idx = original(request, start, end, start_mm_idx)
-        record, shared = request_arguments(request.sampling_params).get("record"), request.num_prompt_tokens
-        if record:
-            # Called for every block: the record is read for the first one, and its first position stays with it.
-            if not hasattr(request, _FIRST_POSITION):
-                positions = ReplayRecord.from_bytes(record).positions
-                setattr(request, _FIRST_POSITION, int(positions[0]) if len(positions) else shared)
-            shared = min(getattr(request, _FIRST_POSITION), shared)
-        if end > shared:
+        if end > _shared_tokens(request):
             keys = (*(keys or ()), f"{KEY}:{request.request_id}")
         return keys, next_mm_idx
 
     return generate_block_hash_extra_keys
+
+
+def _shared_tokens(request: Request) -> int:
+    """How many of a request's first tokens are fed as any other request's would be."""
+    record = request_arguments(request.sampling_params).get("record")
+    if not record:
+        return request.num_prompt_tokens
+    # vLLM asks for every block, so that the record is read for the first one only.
+    if not hasattr(request, _FIRST_POSITION):
+        positions = ReplayRecord.from_bytes(record).positions
+        first = int(positions[0]) if len(positions) else request.num_prompt_tokens
+        setattr(request, _FIRST_POSITION, first)
+    return min(getattr(request, _FIRST_POSITION), request.num_prompt_tokens)

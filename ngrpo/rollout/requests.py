@@ -132,7 +132,8 @@ class RunningRequests:
         if not self._ended:
             return
         notes = self._perturber.notes
-        notes.drain(until=max((self._ended.get(name, 0) for name in names), default=0))
+        awaited = max((self._ended.get(name, 0) for name in names), default=0)
+        notes.drain(until=awaited)
         complete = [name for name, last_note in self._ended.items() if last_note <= notes.written]
         for name in complete:
             del self._ended[name]

@@ -41,7 +41,8 @@ def pack(drawable: Tensor) -> tuple[Tensor, Tensor]:
     counts = mask.sum(dim=-1)
     if size % 8:
         mask = F.pad(mask, (0, -size % 8))
-    bits = (mask.view(torch.int64) * _GATHER_BITS).view(torch.uint8)[:, 7::8]
+    eight_tokens = mask.view(torch.int64)
+    bits = (eight_tokens * _GATHER_BITS).view(torch.uint8)[:, 7::8]
     inverted = (2 * counts > size).mul(0xFF).to(torch.uint8)
     bits = bits ^ inverted.unsqueeze(-1)
     if size % 8:
@@ -108,10 +109,9 @@ class SamplingSupport:
         The ids ascend within a row, :func:`marked` of them each. The tokens of :meth:`ask` have arrived.
         """
         counts = self._counts.numpy()
-        if len(self._ids) == 1:
-            ids = self._ids[0].numpy()
-        else:
-            ids = np.concatenate([np.zeros(0, dtype=np.int32), *(piece.numpy() for piece in self._ids)])
+        pieces = [piece.numpy() for piece in self._ids]
+        no_ids = np.zeros(0, dtype=np.int32)
+        ids = pieces[0] if len(pieces) == 1 else np.concatenate([no_ids, *pieces])
         if rows is None:
             return counts, ids
         in_rows = np.zeros(len(counts), dtype=bool)

@@ -10,15 +10,15 @@ A request to ``/v1/completions`` or ``/v1/chat/completions`` may have a field ``
   (`perturbations.ReplayRecord.from_bytes`), with ``perturbation_log_probs``, a number for each token. Refused with
   penalties, biases and lists of tokens, which change the probabilities (`request_arguments.LOGITS_UNCHANGED`).
 
-vLLM passes on no objects, so the field travels to the workers as JSON text. What these two paths are sent must be a
-JSON object. Everything else goes by untouched.
+vLLM passes on no objects, so the field travels to the workers as JSON text. What is sent to these two paths must be a
+JSON object. Requests to other paths, and requests without the field, are passed on as they are.
 """
 
 import base64
 import json
 import reprlib
 import uuid
-from typing import Any
+from typing import Any, NamedTuple
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
@@ -26,7 +26,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ngrpo.machine.upstream.types import AsyncLLM
-from ngrpo.rollout.records import check_installed, of_all_workers, of_answers
+from ngrpo.rollout.records import check_installed, of_all_workers, trajectories_of
 from ngrpo.rollout.request_arguments import RETURN_RECORD, checked_fields, with_record_read
 from ngrpo.rollout.settings import KEY
 from perturbations import UsageError
@@ -49,31 +49,39 @@ class PerturbationMiddleware:
             return await self._app(scope, receive, send)
         body = await Request(scope, receive).body()
         try:
-            asked = _read(body)
+            perturbed = _read(body)
         except UsageError as error:
             return await _error(str(error), "BadRequestError", 400)(scope, receive, send)
-        if asked is None:
+        if perturbed is None:
             return await self._app(scope, _once(body, receive), send)
-        request, with_record = asked
+        request = perturbed.body
         scope = {**scope, "headers": list(scope["headers"])}
         headers = MutableHeaders(scope=scope)
-        added = f"-{uuid.uuid4().hex}"  # records are found by ids, so a client's own becomes unique
-        if with_record and _ID_HEADER in headers:  # which vLLM prefers to the field
-            headers[_ID_HEADER] += added
-        elif with_record and isinstance(request.get("request_id"), str):
-            request["request_id"] += added
+        # Records are found by request ids, so that a client's own id is made unique.
+        suffix = f"-{uuid.uuid4().hex}"
+        if perturbed.with_record and _ID_HEADER in headers:  # vLLM prefers the header to the field
+            headers[_ID_HEADER] += suffix
+        elif perturbed.with_record and isinstance(request.get("request_id"), str):
+            request["request_id"] += suffix
         body = json.dumps(request).encode()
         headers["content-length"] = str(len(body))
-        if not with_record:
+        if not perturbed.with_record:
             return await self._app(scope, _once(body, receive), send)
-        held = _Held()
+        held = _HeldResponse()
         await self._app(scope, _once(body, receive), held)
-        answer = await _answer(held, scope["app"].state.engine_client, added)
-        return await answer(scope, receive, send)
+        response = await _with_records(held, scope["app"].state.engine_client, suffix)
+        return await response(scope, receive, send)
 
 
-def _read(body: bytes) -> tuple[JsonObject, bool] | None:
-    """vLLM's request, and whether a record was requested; None without a perturbation; UsageError for wrong ones."""
+class _PerturbedRequest(NamedTuple):
+    """A request with a perturbation."""
+
+    body: JsonObject  # as vLLM gets it
+    with_record: bool  # whether the response is to have its record
+
+
+def _read(body: bytes) -> _PerturbedRequest | None:
+    """The request; None without a perturbation; UsageError for a wrong one."""
     needed = 'Send a JSON object, such as {"model": "NAME", "prompt": "Hello"}.'
     try:
         request = json.loads(body)
@@ -85,78 +93,91 @@ def _read(body: bytes) -> tuple[JsonObject, bool] | None:
     if arguments is None:
         return None
     with_record = arguments.pop(RETURN_RECORD, False) if isinstance(arguments, dict) else False
-    where = f"{KEY}.{RETURN_RECORD}"
     if not isinstance(with_record, bool):
-        raise UsageError(f"{where} is {with_record!r}: must be true or false.")
+        raise UsageError(f"{KEY}.{RETURN_RECORD} is {with_record!r}: must be true or false.")
     if with_record and request.get("stream"):
-        raise UsageError(f"{where} needs a response that is not streamed. Leave one of them out.")
+        raise UsageError(f"{KEY}.{RETURN_RECORD} needs a response that is not streamed. Leave one of them out.")
     if with_record and request.get("use_beam_search"):
-        raise UsageError(f"{where} needs a response that is sampled, and no beam search. Leave one of them out.")
+        raise UsageError(
+            f"{KEY}.{RETURN_RECORD} needs a response that is sampled, and no beam search. Leave one of them out."
+        )
     checked_fields(with_record_read(arguments, KEY), KEY, (RETURN_RECORD,))
-    others = {} if request.get(_XARGS) is None else request[_XARGS]
-    if not isinstance(others, dict):
-        raise UsageError(f"{_XARGS} is {others!r}: must be a JSON object. Leave it out, or send {{}}.")
-    if with_record:  # vLLM's own process checks what else the request and the server's defaults set
+    xargs = request.get(_XARGS)
+    if xargs is None:
+        xargs = {}
+    if not isinstance(xargs, dict):
+        raise UsageError(f"{_XARGS} is {xargs!r}: must be a JSON object. Leave it out, or send {{}}.")
+    if with_record:  # vLLM's own process checks it against what the request and the server's defaults set besides
         arguments[RETURN_RECORD] = True
-    request[_XARGS] = {**others, KEY: json.dumps(arguments)}
-    return request, with_record
+    request[_XARGS] = {**xargs, KEY: json.dumps(arguments)}
+    return _PerturbedRequest(body=request, with_record=with_record)
 
 
-class _Held:
+class _HeldResponse:
     """Receives a response instead of the client."""
 
     def __init__(self) -> None:
-        self.status, self.headers, self.body = 500, Headers(), b""
+        self.status = 500
+        self.headers = Headers()
+        self.body = b""
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
-            self.status, self.headers = message["status"], Headers(raw=list(message.get("headers", ())))
+            self.status = message["status"]
+            self.headers = Headers(raw=list(message.get("headers", ())))
         elif message["type"] == "http.response.body":
             self.body += message.get("body", b"")
 
 
-async def _answer(held: _Held, engine: AsyncLLM, added: str) -> Response:
-    """The server's response with a record in each of its choices, and with the client's own id, without ``added``."""
+async def _with_records(held: _HeldResponse, engine: AsyncLLM, suffix: str) -> Response:
+    """The server's response with a record in each of its choices, and with the client's own id, without ``suffix``."""
     headers = {name: value for name, value in held.headers.items() if name != "content-length"}
     if _ID_HEADER in headers:
-        headers[_ID_HEADER] = headers[_ID_HEADER].removesuffix(added)
+        headers[_ID_HEADER] = headers[_ID_HEADER].removesuffix(suffix)
     if held.status != 200:
         return Response(held.body, held.status, headers, media_type="application/json")
-    answer = json.loads(held.body)
-    choices = answer["choices"]
-    names = _request_ids(answer, len(choices))
+    response = json.loads(held.body)
+    choices = response["choices"]
+    ids_by_choice = _request_ids(response["id"], len(choices))
+    all_ids = [request_id for ids in ids_by_choice for request_id in ids]
     try:
         check_installed(await engine.collective_rpc("perturbation_fingerprint"))
-        replies = await engine.collective_rpc("perturbation_take", args=([one for two in names for one in two], None))
-        trajectories = of_answers(engine.output_processor, of_all_workers(replies))
+        results = await engine.collective_rpc("perturbation_take", args=(all_ids, None))
+        trajectories = trajectories_of(engine.output_processor, of_all_workers(results))
         for choice in choices:
-            name = next((name for name in names[choice["index"]] if name in trajectories), None)
-            if name is None:
+            ids = [request_id for request_id in ids_by_choice[choice["index"]] if request_id in trajectories]
+            if not ids:
                 raise RuntimeError("the record is gone: the replay buffer dropped it. Raise its max_bytes.")
-            choice["perturbation_record"] = base64.b64encode(trajectories[name].record.to_bytes()).decode()
-            choice["perturbation_log_probs"] = trajectories[name].log_probs.tolist()
+            trajectory = trajectories[ids[0]]
+            choice["perturbation_record"] = base64.b64encode(trajectory.record.to_bytes()).decode()
+            choice["perturbation_log_probs"] = trajectory.log_probs.tolist()
     except RuntimeError as error:
         return _error(str(error), "InternalServerError", 500)
-    return JSONResponse({**answer, "id": answer["id"].removesuffix(added)}, headers=headers)
+    return JSONResponse({**response, "id": response["id"].removesuffix(suffix)}, headers=headers)
 
 
-def _request_ids(answer: JsonObject, choices: int) -> list[tuple[str, ...]]:
-    """For each choice the ids under which vLLM 0.29 may have run it.
+def _request_ids(name: str, choices: int) -> list[list[str]]:
+    """For each choice of the response with this id, the ids under which vLLM 0.29 may have run it.
 
-    A completion numbers its prompts behind its id, and several samples of a prompt are numbered before it.
+    A completion numbers its prompts behind its id, and the samples of a prompt are numbered in front of it. The
+    response does not say how many of its choices are samples of one prompt.
     """
-    name = answer["id"]
     if not name.startswith("cmpl-"):
-        return [(name, f"0_{name}") if choices == 1 else (f"{i}_{name}",) for i in range(choices)]
-    ids: list[tuple[str, ...]] = []
+        if choices == 1:
+            return [[name, f"0_{name}"]]
+        return [[f"{i}_{name}"] for i in range(choices)]
+    ids_by_choice: list[list[str]] = []
     for i in range(choices):
-        each = [(i // n, i % n, n) for n in range(1, choices + 1) if choices % n == 0]
-        ids.append(tuple(f"{name}-{prompt}" if n == 1 else f"{sample}_{name}-{prompt}" for prompt, sample, n in each))
-    return ids
+        ids = [f"{name}-{i}"]  # a prompt of its own
+        for samples in range(2, choices + 1):
+            if choices % samples == 0:
+                ids.append(f"{i % samples}_{name}-{i // samples}")
+        ids_by_choice.append(ids)
+    return ids_by_choice
 
 
 def _once(body: bytes, receive: Receive) -> Receive:
-    """Gives the body, and then what the client does, such as going away."""
+    """Receives the body, and after it what the client does, such as going away."""
     is_delivered = False
 
     async def next_message() -> Message:

@@ -15,7 +15,9 @@ from ngrpo.methods import sampling_schedules
 from ngrpo.methods.sampling_schedules.base import SamplingSchedule
 from perturbations import Perturbation, ReplayBuffer, UsageError, registry
 
-# Keys of ``additional_config``.
+# --- keys of ``additional_config``
+
+# The perturbation, a dictionary with name and options. Also the key of a request's ``extra_args``.
 KEY = "perturbation"
 # The replay buffer of each worker, by name or as a dictionary with name and options.
 REPLAY_BUFFER = "perturbation_replay_buffer"
@@ -24,19 +26,19 @@ REPLAY_BUFFER = "perturbation_replay_buffer"
 SEEDED_DRAWS = "seeded_draws"
 # Record which tokens sampling left at each position; implies seeded draws.
 SAMPLING_MASKS = "sampling_masks"
-# The start-up check waits for ``collective_rpc("perturbation_check")``, or else for the first request. The caller gets
-# its error, which would be lost where an engine in a process of its own ends at its start.
-DEFERRED_CHECK = "deferred_check"
 # Record which experts each token was sent to; implies seeded draws.
 ROUTED_EXPERTS = "routed_experts"
 # The memory in GiB that the sampling masks of a worker's running requests may take.
 SAMPLING_MASK_GIB = "sampling_mask_gib"
 # How temperatures change, a dictionary with name and options; implies seeded draws.
 SAMPLING_SCHEDULE = "sampling_schedule"
+# The start-up check waits for ``collective_rpc("perturbation_check")``, or else for the first request. Its error then
+# reaches the caller; it would be lost where an engine in a process of its own ends during its start.
+DEFERRED_CHECK = "deferred_check"
 
 
 def read(additional_config: object) -> Perturbation | None:
-    """The perturbation of an engine: one that perturbs nothing for seeded draws alone, None where nothing is asked."""
+    """The engine's perturbation; ``none`` if only seeded draws are requested; None for an engine that stays vLLM's."""
     config = _dictionary(additional_config)
     switches = {name: config.get(name, False) for name in (SEEDED_DRAWS, SAMPLING_MASKS, ROUTED_EXPERTS)}
     for name, value in switches.items():
@@ -47,13 +49,13 @@ def read(additional_config: object) -> Perturbation | None:
     spec = config.get(KEY)
     if spec is None:
         return registry.create("none") if seeded else None
-    needed = "a dictionary with a 'name', for example {'name': 'neighbor', 'rate': 0.1, 'k': 3}"
-    perturbation = registry.create(**_named(KEY, spec, needed))
+    expected = "a dictionary with a 'name', for example {'name': 'neighbor', 'rate': 0.1, 'k': 3}"
+    perturbation = registry.create(**_named(KEY, spec, expected))
     return perturbation if perturbation.active or seeded else None
 
 
 def read_mask_limit(additional_config: Mapping[str, Any]) -> int | None:
-    """The bytes that ``additional_config={"sampling_mask_gib": 16}`` allows; None where it says nothing."""
+    """The bytes that ``additional_config={"sampling_mask_gib": 16}`` allows; None without this key."""
     value = additional_config.get(SAMPLING_MASK_GIB)
     if value is None:
         return None
@@ -67,33 +69,41 @@ def read_schedule(additional_config: object) -> SamplingSchedule | None:
     spec = _dictionary(additional_config).get(SAMPLING_SCHEDULE)
     if spec is None:
         return None
-    names = f"({', '.join(sampling_schedules.available())} or ./file.py:Name)"
-    needed = f"a dictionary with a 'name' {names} and options, for example {{'name': 'ead', 'tau_max': 1.2}}"
-    return sampling_schedules.create(**_named(SAMPLING_SCHEDULE, spec, needed))
+    names = ", ".join(sampling_schedules.available())
+    expected = (
+        f"a dictionary with a 'name' ({names} or ./file.py:Name) and options, for example"
+        " {'name': 'ead', 'tau_max': 1.2}"
+    )
+    return sampling_schedules.create(**_named(SAMPLING_SCHEDULE, spec, expected))
 
 
 def read_buffer(additional_config: object) -> ReplayBuffer:
     """The replay buffer that ``additional_config`` names; one in the worker's memory where it names none."""
-    entry = _dictionary(additional_config).get(REPLAY_BUFFER)
-    spec = {"name": entry or "memory"} if entry is None or isinstance(entry, str) else entry
+    spec = _dictionary(additional_config).get(REPLAY_BUFFER)
+    if spec is None or isinstance(spec, str):
+        spec = {"name": spec or "memory"}
     names = ", ".join(registry.buffers.available())
-    needed = f"a name ({names} or ./file.py:Name), or a dictionary with a 'name' and options"
-    return registry.buffers.create(**_named(REPLAY_BUFFER, spec, needed))
+    expected = f"a name ({names} or ./file.py:Name), or a dictionary with a 'name' and options"
+    return registry.buffers.create(**_named(REPLAY_BUFFER, spec, expected))
 
 
 def _dictionary(additional_config: object) -> dict[str, Any]:
+    """vLLM's ``additional_config``; empty where it is an object of another plugin."""
     return additional_config if isinstance(additional_config, dict) else {}
 
 
-def _named(key: str, spec: object, needed: str) -> dict[str, Any]:
+def _named(key: str, spec: object, expected: str) -> dict[str, Any]:
+    """The entry of a key, a dictionary with a name; UsageError for another one, with what is expected of it."""
     if not isinstance(spec, dict) or not isinstance(spec.get("name"), str):
-        raise UsageError(f"additional_config[{key!r}]={spec!r}: must be {needed}.")
+        raise UsageError(f"additional_config[{key!r}]={spec!r}: must be {expected}.")
     return spec
 
 
 def fingerprint(perturbation: Perturbation, schedule: SamplingSchedule | None) -> str:
     """Of a perturbation and a sampling schedule: equal in all processes of a run."""
-    return perturbation.fingerprint() + ("" if schedule is None else f" {schedule.fingerprint()}")
+    if schedule is None:
+        return perturbation.fingerprint()
+    return f"{perturbation.fingerprint()} {schedule.fingerprint()}"
 
 
 def without_seed(additional_config: object) -> object:
@@ -102,15 +112,18 @@ def without_seed(additional_config: object) -> object:
     spec = config.get(KEY)
     if not isinstance(spec, dict):
         return additional_config
-    return {**config, KEY: {name: value for name, value in spec.items() if name != "seed"}}
+    seedless = {name: value for name, value in spec.items() if name != "seed"}
+    return {**config, KEY: seedless}
 
 
 def request_arguments(params: object) -> dict[str, Any]:
     """A request's ``SamplingParams.extra_args["perturbation"]``.
 
-    ``seed`` and ``sample`` name the trajectory, ``enabled: False`` leaves it unperturbed, ``record`` is the record of
-    earlier turns; a sampling schedule goes by ``training_step``, and ``scheduled: False`` leaves it out; ``answer``
-    says which response to its prompt it is, from 0, and ``answers`` of how many.
+    - ``seed`` and ``sample`` name the trajectory.
+    - ``enabled: False`` leaves it unperturbed.
+    - ``record`` is the record of earlier turns.
+    - ``training_step`` is what a sampling schedule goes by; ``scheduled: False`` leaves the schedule out.
+    - ``answer`` is the number of the response among those to its prompt, from 0, and ``answers`` how many these are.
     """
     return (getattr(params, "extra_args", None) or {}).get(KEY) or {}
 

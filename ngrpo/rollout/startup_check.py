@@ -1,282 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The start-up check: do overrides land where they belong, in an engine and in a trainer's model (`replay_check`)?
+"""The start-up check of an engine: do overrides land where they belong?
 
-A row fed with another token's embedding must give the log-probabilities of the text with that token there; all other
-rows, and a row fed with its own token's embedding, must give those of the untouched text. An engine's core runs a few
-tiny requests for this. Functions that take an ``original`` are rows of `ngrpo.patches`.
+The engine's core runs a few tiny requests, some of them with an override; `check_texts.py` has their texts and judges
+the results. A trainer's model is checked alike (`replay_check.py`). Functions that take an ``original`` are rows of
+`ngrpo.patches`.
 """
 
 import itertools
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-from torch import nn
 
 from ngrpo import patches
 from ngrpo.machine.upstream.patch import around
-from ngrpo.machine.upstream.types import EngineCore, VllmConfig, VocabParallelEmbedding
+from ngrpo.machine.upstream.types import EngineCore, VllmConfig
+from ngrpo.rollout.check_texts import Answer, CheckTexts, Comparison, check_texts, compared, distance, record_of
 from ngrpo.rollout.settings import DEFERRED_CHECK, KEY, read
-from perturbations import ReplayRecord, UsageError
 
-_LENGTH = 10  # tokens of a text
 _DUE = "_perturbation_check_due"
 _PASSED = "_perturbation_check_passed"
 _NUMBERS = itertools.count()
-_ATTEMPTS = 3  # texts that are tried where a model's output hardly depends on one of its inputs
-
-
-class CheckFailure(UsageError):
-    """An override does not land where it belongs, or the model's output cannot tell."""
-
-
-class Precision(NamedTuple):
-    """What the log-probabilities of a model can tell, by its dtype."""
-
-    rounding: float  # fraction of another token's effect that rounding may reach
-    least_effect: float  # mean |Δ log p| in nats below which another token's effect tells nothing
-
-
-_FULL_PRECISION = Precision(rounding=0.02, least_effect=1e-3)
-_HALF_PRECISION = Precision(rounding=0.25, least_effect=0.2)
-
-
-# ---- texts and judgement ----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class CheckTexts:
-    """Three texts of one length, and what is fed in the second of them.
-
-    Attributes:
-        first: the text in front of it in a batch.
-        text: the text in which a row is overridden.
-        last: the text behind it in a batch.
-        row: the row that is overridden, 1 or later.
-        other: another token than the text's in that row, which is fed there.
-    """
-
-    first: list[int]
-    text: list[int]
-    last: list[int]
-    row: int
-    other: int
-
-    @property
-    def own(self) -> int:
-        """The text's token in the row."""
-        return self.text[self.row]
-
-    @property
-    def swapped(self) -> list[int]:
-        """The text with the other token in the row."""
-        return [*self.text[: self.row], self.other, *self.text[self.row + 1 :]]
-
-
-class Answer(NamedTuple):
-    """What a model makes of one text.
-
-    Attributes:
-        of_text: log π of the text's tokens but the first, (T - 1,).
-        next_tokens: log π of the likeliest tokens at each generated position, by token; empty from a trainer's model.
-        tokens: the generated tokens.
-    """
-
-    of_text: np.ndarray
-    next_tokens: Sequence[dict[int, float]] = ()
-    tokens: Sequence[int] = ()
-
-    def log_probs(self, start: int = 0, stop: int | None = None, generated: int = 0) -> list[Any]:
-        """Those of the text's tokens ``start + 1`` to ``stop``, and of the first ``generated`` generated positions."""
-        return [self.of_text[start:stop], *self.next_tokens[:generated]]
-
-
-class Comparison(NamedTuple):
-    """Two sets of log-probabilities that must agree."""
-
-    subject: str
-    apart: float  # mean |Δ log p| in nats
-    effect: float  # of the other token, likewise
-    allowed: float | None = None  # fraction of the effect; None: that of the model's precision
-
-
-def reads_tokens_elsewhere(modules: Iterable[nn.Module], embedding: VocabParallelEmbedding) -> bool:
-    """Whether modules (without the output head) have a further table of tokens, as Gemma 3n and 4 for each layer."""
-    vocabulary = embedding.num_embeddings
-    for module in modules:
-        if module is embedding or not hasattr(module, "embedding_dim"):
-            continue
-        # Gemma's own vocabulary of a layer may lack the last tokens.
-        if 0.9 * vocabulary <= getattr(module, "num_embeddings", 0) <= vocabulary:
-            return True
-    return False
-
-
-def texts_of_check(vocabulary: int, longest: int, attempt: int = 0) -> CheckTexts:
-    """Texts of at most ``longest`` tokens from the vocabulary's lower half; UsageError for too short a context."""
-    length = min(_LENGTH, longest)
-    if length < 4:
-        raise UsageError(f"the start-up check needs at least 7 tokens, not {longest + 3}: raise max_model_len.")
-    usual_tokens = np.arange(vocabulary // 20, max(vocabulary // 2, min(vocabulary, 32)))
-    shuffled = np.random.default_rng(attempt).permutation(usual_tokens)
-    tokens = np.resize(shuffled, 3 * length + 1).tolist()
-    text = tokens[length : 2 * length]
-    row = length // 2
-    other = tokens[-1]
-    if other == text[row]:  # a vocabulary of fewer tokens than the texts have
-        other = next(token for token in usual_tokens.tolist() if token != text[row])
-    return CheckTexts(first=tokens[:length], text=text, last=tokens[2 * length : 3 * length], row=row, other=other)
-
-
-def record_of(fed: Mapping[int, int], prompt_tokens: int, num_tokens: int) -> ReplayRecord:
-    """A record that feeds one token with weight 1 at each position of ``fed``, which ascend."""
-    count = len(fed)
-    return ReplayRecord(
-        seed=0,
-        prompt_tokens=prompt_tokens,
-        num_tokens=num_tokens,
-        positions=np.array(list(fed), dtype=np.int32),
-        ids=np.array([[token] for token in fed.values()], dtype=np.int32),
-        weights=np.ones((count, 1), dtype=np.float32),
-        sigma=None,
-        agreed=np.ones(count, dtype=bool),
-    )
-
-
-def check_texts(
-    vocabulary: int,
-    longest: int,
-    compare: Callable[[CheckTexts], Sequence[Comparison]],
-    *,
-    half_precision: bool,
-    where: str,
-    model: str,
-) -> None:
-    """Compares up to three texts, until one tells where overrides land; raises :class:`CheckFailure` otherwise.
-
-    Args:
-        vocabulary: tokens of the model.
-        longest: tokens of the longest text.
-        compare: asks the model about a text and those around it.
-        half_precision: whether the model computes in bfloat16 or float16.
-        where: whose override it is, for messages.
-        model: its name, for messages.
-    """
-    precision = _HALF_PRECISION if half_precision else _FULL_PRECISION
-    effect = 0.0
-    for attempt in range(_ATTEMPTS):
-        comparisons = compare(texts_of_check(vocabulary, longest, attempt))
-        effect = min(comparison.effect for comparison in comparisons)
-        if effect >= precision.least_effect:
-            break
-    else:
-        raise CheckFailure(
-            f"{where} cannot be proven right for {model}: another token in its text changes log-probabilities by"
-            f" {effect:.1g} on average, and {precision.least_effect:g} is needed to see where an override lands."
-            " Is it a trained model, and are its weights loaded?"
-        )
-    wrong: list[str] = []
-    for comparison in comparisons:
-        limit = (comparison.allowed or precision.rounding) * comparison.effect
-        if not comparison.apart <= limit:  # also where it is NaN
-            wrong.append(f"  {comparison.subject}: off by {comparison.apart:.2g}, at most {limit:.2g} is expected")
-    if wrong:
-        lines = "\n".join(wrong)
-        raise CheckFailure(
-            f"{where} does not feed {model} what a perturbation asks for. Mean |Δ log p| in nats, where another token"
-            f" in the text changes it by {effect:.2g}:\n{lines}\nNothing was started, since its inputs cannot be"
-            " trusted. Use a model of docs/models.md, or report this one with the lines above."
-        )
-
-
-def compared(
-    plain: Mapping[str, Answer], fed: Mapping[str, Answer], row: int, *, partly: bool, what: str, unit: str
-) -> list[Comparison]:
-    """What an engine and a trainer must agree on with themselves.
-
-    Args:
-        plain: without overrides, of the ``first`` text, the ``text``, the ``last`` one, and the ``swapped`` one, which
-            is the text with the other token.
-        fed: in one batch, of the ``first`` text, the text with the ``other`` token fed at the row, the text with its
-            ``own`` token fed there, and the ``last`` text.
-        row: the row that is overridden.
-        partly: whether the model also reads the token in the text.
-        what: what happens to a row, in the comparisons' subjects.
-        unit: what a text is there, in the comparisons' subjects.
-    """
-    text = plain["text"]
-    effect = distance(text.log_probs(row, generated=1), plain["swapped"].log_probs(row, generated=1))
-
-    def comparison(subject: str, ones: Sequence[Any], others: Sequence[Any]) -> Comparison:
-        return Comparison(subject, distance(ones, others), effect)
-
-    comparisons = [
-        comparison(
-            f"rows before the {what} one",
-            fed["other"].log_probs(0, row - 1),
-            text.log_probs(0, row - 1),
-        ),
-        comparison(
-            f"a row {what} with its own token's embedding",
-            fed["own"].log_probs(row, generated=2),
-            text.log_probs(row, generated=2),
-        ),
-        comparison(
-            f"the {unit} in front",
-            fed["first"].log_probs(generated=2),
-            plain["first"].log_probs(generated=2),
-        ),
-        comparison(
-            f"the {unit} behind",
-            fed["last"].log_probs(generated=2),
-            plain["last"].log_probs(generated=2),
-        ),
-    ]
-    subject = f"a row {what} with another token's embedding"
-    if not partly:
-        swapped = plain["swapped"].log_probs(row, generated=1)
-        comparisons.append(comparison(subject, fed["other"].log_probs(row, generated=1), swapped))
-        return comparisons
-    # The row is a sum in which a table that follows the token in the text has a share. So it is not that of the swapped
-    # text, and all that is known is that this very row changes.
-    unchanged = text.log_probs(row, row + 1)
-    expected_change = distance(unchanged, plain["swapped"].log_probs(row, row + 1))
-    unchanged_share = 1.0
-    if expected_change:
-        change = distance(unchanged, fed["other"].log_probs(row, row + 1))
-        unchanged_share = 1.0 - min(change / expected_change, 1.0)
-    comparisons.append(
-        Comparison(
-            f"{subject}, which must change",
-            apart=unchanged_share * expected_change,
-            effect=expected_change,
-            allowed=0.9,
-        )
-    )
-    return comparisons
-
-
-def distance(ones: Sequence[Any], others: Sequence[Any]) -> float:
-    """Mean |Δ log p|, in nats, of log-probabilities of a text (arrays) and of likeliest next tokens (dictionaries)."""
-    differences: list[float] = []
-    for one, other in zip(ones, others, strict=True):
-        if isinstance(one, dict):
-            differences.extend(_differences(one, other))
-            differences.extend(_differences(other, one))
-        else:
-            differences.extend(np.abs(one - other).tolist())
-    return float(np.mean(differences)) if differences else 0.0
-
-
-def _differences(log_probs: dict[int, float], others: dict[int, float]) -> list[float]:
-    """|Δ log p| of each token of ``log_probs``, where ``others`` has the likeliest tokens."""
-    # A token that is not among the likeliest ones is at most as likely as the last of them.
-    least = min(others.values())
-    return [abs(log_prob - others.get(token, least)) for token, log_prob in log_probs.items()]
 
 
 # ---- when an engine is checked ----------------------------------------------------------------------------------

@@ -102,19 +102,17 @@ class StepKernels:
 
         ``rows``: :class:`StepRows` as a matrix (B, 6) int64; ``gated``: :class:`GatedRows` as a matrix (G, 4) int64.
         """
-        batch = len(rows)
         if self.compiled and logits.greedy is None:
             # One compiled version serves batches with and without greedy requests.
-            if len(self._no_greedy) < batch:
-                size = max(batch, 2)
-                self._no_greedy = torch.full((size,), -1, dtype=torch.int64, device=rows.device)
-            logits = logits._replace(greedy=self._no_greedy[:batch])
+            logits = logits._replace(greedy=self._without_greedy(len(rows)))
         draw = self.draw(rows, logits)
-        edited = Edited(tokens=draw.tokens, log_probs=draw.log_probs, vectors=None, recorded={})
         gated_rows = GatedRows.view(gated).rows
-        if len(gated):
+        if not len(gated):
+            edited = Edited(tokens=draw.tokens, log_probs=draw.log_probs, vectors=None, recorded={})
+        else:
             edited = self.edit(gated, rows, draw, logits)
-            if len(gated) < batch:
+            if len(gated) < len(rows):
+                # The rows that are not gated keep what they drew.
                 draw.tokens.index_copy_(0, gated_rows, edited.tokens)
                 draw.log_probs.index_copy_(0, gated_rows, edited.log_probs)
                 edited = edited._replace(tokens=draw.tokens, log_probs=draw.log_probs)
@@ -124,6 +122,13 @@ class StepKernels:
                 fed.index_copy_(0, gated_rows, edited.recorded["fed"])
             self.advance_gate(rows, draw._replace(tokens=edited.tokens), logits, fed)
         return edited
+
+    def _without_greedy(self, batch: int) -> Tensor:
+        """What a batch without greedy requests has as :attr:`Logits.greedy`: -1 for each row, (B,) int64."""
+        if len(self._no_greedy) < batch:
+            size = max(batch, 2)
+            self._no_greedy = torch.full((size,), -1, dtype=torch.int64, device=self._no_greedy.device)
+        return self._no_greedy[:batch]
 
     def edit(self, gated: Tensor, rows: Tensor, draw: Drawn, logits: Logits) -> Edited:
         """Proposes at the G gated rows; of these alone are the tokens and log π of the result, (G,)."""
@@ -202,7 +207,8 @@ class StepKernels:
         step = self._step(rows, draw, logits, gated.keys)
         proposal = self._perturbation.propose(step)
         drawable = logits.scaled if logits.drawable is None else logits.drawable
-        allowed = drawable.gather(-1, proposal.tokens.unsqueeze(-1)).squeeze(-1) > -torch.inf
+        proposed_logits = drawable.gather(-1, proposal.tokens.unsqueeze(-1)).squeeze(-1)
+        allowed = proposed_logits > -torch.inf
         largest_logits = draw.summary.maxima.amax(dim=-1) * step.temperature
         allowed = allowed & (largest_logits < _FORCED)
         if selected is not None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ngrpo.rollout.chunks import Chunks, grown
+from ngrpo.rollout.chunks import Chunks, grown, ranges
 from perturbations.replay.trajectory import ReplayRecord, model_fingerprint
 
 # Slots for preempted requests, which stay alive beside a full batch. The store makes more when these run out.
@@ -39,10 +39,11 @@ def _earlier_occurrences(values: np.ndarray) -> np.ndarray:
     """How often each of N values came before: [7, 8, 7, 7] gives [0, 0, 1, 2]."""
     order = np.argsort(values, kind="stable")
     in_order = values[order]
-    starts = np.flatnonzero(np.concatenate([[True], in_order[1:] != in_order[:-1]]))
-    lengths = np.diff(np.append(starts, len(values)))
+    is_first = np.concatenate([[True], in_order[1:] != in_order[:-1]])
+    starts = np.flatnonzero(is_first)
+    counts = np.diff(np.append(starts, len(values)))
     earlier = np.empty_like(order)
-    earlier[order] = np.arange(len(values)) - np.repeat(starts, lengths)
+    earlier[order] = ranges(np.zeros_like(starts), counts)
     return earlier
 
 
@@ -151,10 +152,13 @@ class TrajectoryStore:
         )
         with_edits = [step for step in steps if len(step.edited_slots)]
         if with_edits:
+            fields: dict[str, np.ndarray] = {}
+            for name in with_edits[0].edits:
+                fields[name] = np.concatenate([step.edits[name] for step in with_edits])
             self.write_edits(
                 np.concatenate([step.edited_slots for step in with_edits]),
                 np.concatenate([step.edited_positions for step in with_edits]),
-                {name: np.concatenate([step.edits[name] for step in with_edits]) for name in with_edits[0].edits},
+                fields,
             )
 
     def write_tokens(self, slots: np.ndarray, positions: np.ndarray, log_probs: np.ndarray) -> None:
@@ -200,7 +204,8 @@ class TrajectoryStore:
         slot = self.live[request_id]
         prompt_tokens = int(self.prompts[slot])
         log_probs = self._tokens.read(slot).get("log_probs", np.zeros(0, dtype=np.float32))
-        fields: dict[str, Any] = {"sigma": None, **(self._edits.read(slot) or _no_edits())}
+        edits = self._edits.read(slot) or _no_edits()
+        fields: dict[str, Any] = {"sigma": None, **edits}
         record = ReplayRecord(
             seed=int(self.seeds[slot]),
             prompt_tokens=prompt_tokens,

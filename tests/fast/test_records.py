@@ -43,7 +43,7 @@ def engine(front: FrontEnd, taken: dict[str, Any]) -> Any:
     return SimpleNamespace(llm_engine=SimpleNamespace(output_processor=front, collective_rpc=collective_rpc))
 
 
-def test_a_record_is_cut_to_the_answer() -> None:
+def test_a_record_is_cut_to_the_response() -> None:
     front = FrontEnd()
     front.finish("0-aaaaaaaa", 5)
     front.finish("1-bbbbbbbb", COMPUTED)

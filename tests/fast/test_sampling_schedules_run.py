@@ -80,7 +80,7 @@ def test_greedy_requests_and_those_without_a_schedule_keep_their_temperature() -
     assert e3.perturber.temperature_factor(torch.zeros(1, 8), torch.ones(1), None) is None
 
 
-def test_the_rollout_takes_an_answers_temperature() -> None:
+def test_the_rollout_takes_a_responses_temperature() -> None:
     """Whatever the batch and its order, and where slots were used before."""
     step = Step(name="ladder", least=0.5, most=2.0)
     for i in range(3):

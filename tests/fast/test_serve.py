@@ -112,7 +112,7 @@ def test_a_server_returns_log_probabilities_of_the_model_alone(changed: dict[str
     assert checked(without_record, MODEL).extra_args == {"perturbation": {"seed": 3}}
 
 
-def test_a_record_is_for_one_answer() -> None:
+def test_a_record_is_for_one_response() -> None:
     given = Params(extra_args={"perturbation": {"record": RECORD}}, n=2)
     with pytest.raises(UsageError, match=r"'record'.*with n=2: .* would all be the same"):
         checked(given, MODEL)

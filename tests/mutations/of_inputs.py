@@ -149,7 +149,11 @@ MUTATIONS = {
         ("np.full(len(array), sample,", "np.full(len(array), 0,", "routing: all experts are the first sample's"),
     ],
     ("ngrpo/rollout/routed_experts.py", "test_routed_experts.py"): [
-        ("counts[step.slots]) | step.drawn", "counts[step.slots])", "routing: a token drawn again keeps old experts"),
+        (
+            "counts[tokens.slots]) | tokens.drawn",
+            "counts[tokens.slots])",
+            "routing: a token drawn again keeps old experts",
+        ),
         ("before = [] if name in", "before = self._blocks[slot] if name in", "routing: blocks of before a preemption"),
     ],
     ("ngrpo/trainers/common/sample_records.py", "test_routing.py"): [

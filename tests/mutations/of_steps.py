@@ -129,8 +129,8 @@ MUTATIONS = {
             "records: a name",
         ),
         (
-            "names = [name for name in names if name in ids or",
-            "names = [name for name in names if True or",
+            "if is_internal or name in external_ids:",
+            "if True:",
             "records: finished",
         ),
     ],

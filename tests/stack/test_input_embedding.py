@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from ngrpo.rollout.check_texts import reads_tokens_elsewhere
 from ngrpo.rollout.input_override import InputOverride, find_input_embedding, tables_of_text
-from ngrpo.rollout.startup_check import reads_tokens_elsewhere
 from perturbations.errors import UsageError
 from tests.replaced_rows import replace_rows
 

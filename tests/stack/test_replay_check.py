@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ngrpo.rollout.startup_check import CheckFailure
+from ngrpo.rollout.check_texts import CheckFailure
 from ngrpo.trainers.common.replay_check import check_replay
 from perturbations.replay import scope
 from tests.stack.tiny_models import FORMS, tiny_model

@@ -41,7 +41,7 @@ def main(folder: str) -> None:
     import torch
 
     from ngrpo.rollout import startup_check
-    from ngrpo.rollout.startup_check import CheckFailure
+    from ngrpo.rollout.check_texts import CheckFailure
     from perturbations.neighbors import ExactIndex
     from tests.stack.harness import build_engine, gaps, load_in_float32, sample
 

@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from ngrpo.rollout import startup_check
+from ngrpo.rollout.check_texts import CheckFailure
 from ngrpo.rollout.input_override import PLAIN, InputOverride
 from ngrpo.trainers.common.mismatch import GapScale, ReplayGap, step_metrics
 from perturbations.replay.trajectory import FinishedTrajectory
@@ -179,7 +180,7 @@ def main(form: str, model: str, dtype: str, eager: str, target: str) -> None:
             setattr(InputOverride, method, function)
         try:
             seconds, failure = startup_check.check_core(core), None
-        except startup_check.CheckFailure as error:
+        except CheckFailure as error:
             seconds, failure = None, str(error)
             setattr(core, startup_check._DUE, False)  # or it would refuse the rollouts, which are to be judged too
         unperturbed = sample(llm, PROMPTS, [{**each, "enabled": False} for each in seeds], max_tokens=16)

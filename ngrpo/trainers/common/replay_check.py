@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ngrpo.machine.upstream.types import PreTrainedModel
-from ngrpo.rollout import startup_check
+from ngrpo.rollout import check_texts
 from perturbations.replay.scope import ReplayScope
 
 _LONGEST = 32
@@ -24,26 +24,26 @@ def check_replay(model: PreTrainedModel, log_probs: Callable[[Tensor, Tensor, Te
     Raises ``CheckFailure`` if a replayed row does not reach the model, or others change.
     """
     embedding: Any = model.get_input_embeddings()
-    partly = startup_check.reads_tokens_elsewhere(model.modules(), embedding)
+    partly = check_texts.reads_tokens_elsewhere(model.modules(), embedding)
 
-    def answers(texts: Mapping[str, list[int]]) -> dict[str, startup_check.Answer]:
+    def answers(texts: Mapping[str, list[int]]) -> dict[str, check_texts.Answer]:
         sequences = torch.tensor(list(texts.values()))
         ones = torch.ones_like(sequences)
         rows = log_probs(sequences, ones[:, 1:], ones).float().cpu().numpy()
-        return {name: startup_check.Answer(row) for name, row in zip(texts, rows)}
+        return {name: check_texts.Answer(row) for name, row in zip(texts, rows)}
 
-    def compare(texts: startup_check.CheckTexts) -> list[startup_check.Comparison]:
+    def compare(texts: check_texts.CheckTexts) -> list[check_texts.Comparison]:
         text = texts.text
         plain = answers({"first": texts.first, "text": text, "last": texts.last, "swapped": texts.swapped})
-        other = startup_check.record_of({texts.row: texts.other}, 1, len(text))
-        own = startup_check.record_of({texts.row: texts.own}, 1, len(text))
+        other = check_texts.record_of({texts.row: texts.other}, 1, len(text))
+        own = check_texts.record_of({texts.row: texts.own}, 1, len(text))
         records = [None, other, own, None]
         mask = torch.ones(len(records), len(text), dtype=torch.int64)
         with ReplayScope(embedding, measure=False)(records, mask):
             fed = answers({"first": texts.first, "other": text, "own": text, "last": texts.last})
-        return startup_check.compared(plain, fed, texts.row, partly=partly, what="replayed", unit="sample")
+        return check_texts.compared(plain, fed, texts.row, partly=partly, what="replayed", unit="sample")
 
     half, name = next(model.parameters()).dtype != torch.float32, type(model).__name__
-    startup_check.check_texts(
+    check_texts.check_texts(
         embedding.num_embeddings, _LONGEST, compare, half_precision=half, where="the trainer", model=name
     )
