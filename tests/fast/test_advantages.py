@@ -16,7 +16,8 @@ from ngrpo.methods import credits
 from ngrpo.methods.advantages import compute, create
 from ngrpo.methods.scoring.answers import outcome
 from ngrpo.trainers.openrlhf.rewards import check_step
-from ngrpo.trainers.openrlhf.step_advantages import StepAdvantages, Visits, advantage_measures
+from ngrpo.trainers.openrlhf.step_advantages import Visits, advantage_measures
+from ngrpo.trainers.openrlhf.step_advantages import compute as compute_step
 from ngrpo.trainers.verl.overrides import estimator
 from perturbations.errors import UsageError
 from tests.conftest import ROOT
@@ -138,7 +139,7 @@ def test_a_step_computes_with_the_options_of_its_time() -> None:
     batch = [SimpleNamespace(index=[0, 1, 2, 3], rewards=rewards, prompts=["p"] * 4)]
     for at, k in ((9, 4), (10, 1)):
         args = SimpleNamespace(rollout=SimpleNamespace(n_samples_per_prompt=4))
-        found = StepAdvantages(SimpleNamespace(args=args, training_step=at), batch, made).next(rewards)
+        (found,) = compute_step(SimpleNamespace(args=args, training_step=at), batch, made).batches
         assert torch.equal(found, create("pkpo", k=k).compute(rewards.unsqueeze(0))[0])
 
 

@@ -59,8 +59,8 @@ MUTATIONS = {
     ],
     ("ngrpo/trainers/common/policy_loss.py", "test_credits_loss.py"): [
         (
-            "torch.ones_like(changed), **kwargs)",
-            'torch.ones_like(changed), **({**kwargs, "rollout_log_probs": old_log_probs}))',
+            "old_log_probs, ones, **kwargs)",
+            'old_log_probs, ones, **({**kwargs, "rollout_log_probs": old_log_probs}))',
             "a penalty without the loss's importance weights",
         ),
     ],
