@@ -41,8 +41,8 @@ MUTATIONS = {
     ],
     ("ngrpo/trainers/openrlhf/step_advantages.py", _FURTHER): [
         (
-            "rho * wrong + len(own) - sum(own)",
-            "rho * wrong + 1.0 - sum(own) / len(own)",
+            "rho * wrong + count - sum(of_prompt)",
+            "rho * wrong + 1.0 - sum(of_prompt) / count",
             "spo: wrong answers are a share",
         ),
     ],

@@ -140,9 +140,9 @@ class Densities:
         if self.replayed_log_probs is None:
             return log_probs.cpu()
         shape = (log_probs.shape[0], log_probs.shape[1])
-        own = self._scope.to_tokens(self.replayed_log_probs.float(), shape).cpu()
+        of_tokens = self._scope.to_tokens(self.replayed_log_probs.float(), shape).cpu()
         is_replayed = self._scope.to_tokens(torch.ones_like(self.replayed_log_probs), shape).cpu() > 0
-        return torch.where(is_replayed, own, log_probs.cpu())
+        return torch.where(is_replayed, of_tokens, log_probs.cpu())
 
     @property
     def left(self) -> bool:
@@ -161,15 +161,15 @@ def densities(scope: ReplayScope, temperature: float, advantages: Tensor | None 
     if perturbation is None or not perturbation.has_density:
         yield None
         return
-    ours = Densities(scope, temperature, advantages)
+    action_densities = Densities(scope, temperature, advantages)
     with override_log_probs(
-        ours.override,
+        action_densities.override,
         f"the density of perturbation {perturbation.name!r} was not computed",
         "Training on the tokens' log-probabilities is another method: take that path out, or add"
         " --perturbation.density token.",
     ):
-        yield ours
-    if ours.left:
+        yield action_densities
+    if action_densities.left:
         raise RuntimeError(
             f"the density of perturbation {perturbation.name!r} reached no policy loss: Densities.for_policy_loss was"
             " not called. Take out what replaces the actor's loss function, or add --perturbation.density token."
@@ -210,13 +210,14 @@ class _MaskCorrection:
     """The override of :func:`corrected`. A position is a drawn token's; its set has the tokens left by sampling."""
 
     def __init__(self, masks: Sequence[SamplingMask], attention_mask: Tensor) -> None:
-        self._samples = torch.cat([torch.full((len(mask),), sample) for sample, mask in enumerate(masks)])
+        sizes = torch.tensor([len(mask) for mask in masks])
+        self._samples = torch.arange(len(masks)).repeat_interleave(sizes)
         self._positions = torch.cat([torch.from_numpy(mask.positions) for mask in masks])
         self._sets = [token_set for mask in masks for token_set in mask.left()]
         self._attention_mask = attention_mask.cpu()
 
     def override(self, logits: Tensor, labels: Tensor, log_probs: Tensor) -> Tensor:
-        """Log-probabilities (…) over the sets. Logits are (B, T, V) of a padded forward, or (1, N, V) of a packed one."""
+        """Log-probabilities (…) over the sets. Logits are (B, T, V) of a padded forward, (1, N, V) of a packed one."""
         token_rows, inside = flat_rows(self._samples, self._positions, tuple(labels.shape), self._attention_mask)
         sets = [self._sets[place] for place in inside.nonzero().flatten().tolist()]
         if not sets:

@@ -125,14 +125,14 @@ class CreditInLoss:
             advantages=advantages[mask].float(),
             answers=responses,
         )
-        own = tokens.advantages
-        changed, term = self._credit.in_loss(tokens) or (own, torch.zeros_like(own))
-        check_shapes(self._credit, "in_loss", len(own), changed, term)
+        unchanged = (tokens.advantages, torch.zeros_like(tokens.advantages))
+        changed, term = self._credit.in_loss(tokens) or unchanged
+        check_shapes(self._credit, "in_loss", len(rows), changed, term)
 
-        touched = (changed != own) | (term.detach() != 0.0)
+        touched = (changed != tokens.advantages) | (term.detach() != 0.0)
         if self._marks is not None:
             touched = touched | self._marks.to(mask.device)[mask]
-        if len(own):
+        if len(rows):
             self.share = touched.float().mean()
         no_scores = torch.zeros_like(advantages, dtype=term.dtype)
         self._of_forward = _CreditOfForward(

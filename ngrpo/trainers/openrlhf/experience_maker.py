@@ -182,8 +182,8 @@ def control_gap(maker: Any, trajectories: Sequence[FinishedTrajectory | None]) -
     log_probs = ray.get(references)[0].float().numpy()
     gaps = []
     for row, control in zip(log_probs, controls):
-        own = row[len(row) - len(control.log_probs) :]
-        gaps.append(np.abs(own - control.log_probs))
+        of_response = row[len(row) - len(control.log_probs) :]
+        gaps.append(np.abs(of_response - control.log_probs))
     return float(np.concatenate(gaps).mean())
 
 

@@ -183,7 +183,7 @@ def diversity(responses: Sequence[Sequence[int]]) -> dict[str, float]:
     ``common_prefix``: tokens until two responses part, the mean over pairs of responses.
     """
     pairs = [pair for tokens in responses for pair in itertools.pairwise(tokens)]
-    common_prefixes = [_common_prefix(one, other) for one, other in itertools.combinations(responses, 2)]
+    common_prefixes = [_common_prefix(first, second) for first, second in itertools.combinations(responses, 2)]
     measures = {"different": float(len({tuple(tokens) for tokens in responses}))}
     if pairs:
         measures["distinct_2"] = len(set(pairs)) / len(pairs)
@@ -192,11 +192,11 @@ def diversity(responses: Sequence[Sequence[int]]) -> dict[str, float]:
     return measures
 
 
-def _common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
-    """The number of first tokens that two responses share."""
+def _common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
+    """The number of tokens before two responses part."""
     length = 0
-    for token, other_token in zip(one, other):
-        if token != other_token:
+    for token_of_first, token_of_second in zip(first, second):
+        if token_of_first != token_of_second:
             break
         length += 1
     return length
@@ -228,7 +228,8 @@ def _entry(response: _Response, tokenizer: TokenizerLike, gaps: bool) -> dict[st
     rollout = _rollout_log_probs(response, positions)
     if rollout is not None and gaps:
         trainer = experience.action_log_probs[row][mask].float().tolist()
-        entry["gaps"] = [_figure(abs(own - drawn), digits=2) for own, drawn in zip(trainer[:LONGEST], rollout)]
+        differences = [abs(of_trainer - of_rollout) for of_trainer, of_rollout in zip(trainer[:LONGEST], rollout)]
+        entry["gaps"] = [_figure(difference, digits=2) for difference in differences]
     if trajectory is not None:
         place_of = {position: place for place, position in enumerate(positions[:LONGEST])}
         entry["fed"] = []
@@ -242,8 +243,8 @@ def _rollout_log_probs(response: _Response, positions: Sequence[int]) -> list[fl
     """log π_rollout of the tokens at these positions; None where the rollout kept none."""
     experience, row, trajectory = response
     if trajectory is not None:
-        known = len(trajectory.log_probs)
-        return [float(trajectory.log_probs[p]) if p < known else math.nan for p in positions]
+        log_probs = trajectory.log_probs
+        return [float(log_probs[p]) if p < len(log_probs) else math.nan for p in positions]
     if experience.rollout_log_probs is None:
         return None
     mask = experience.action_mask[row].bool()

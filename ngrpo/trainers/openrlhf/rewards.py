@@ -31,9 +31,11 @@ class CheckedExecutor:
         self._source: CheckedReward | CheckedServers | None = None
         addresses = getattr(executor, "reward_endpoints", None)
         if getattr(executor, "reward_func", None) is not None:
-            self._source = executor.reward_func = CheckedReward(executor.reward_func)
+            self._source = CheckedReward(executor.reward_func)
+            executor.reward_func = self._source
         elif addresses:
-            self._source = executor._fetch_rewards_via_http = CheckedServers(addresses)
+            self._source = CheckedServers(addresses)
+            executor._fetch_rewards_via_http = self._source
 
     async def execute(self, **kwargs: object) -> dict[str, Any]:
         """As the wrapped executor's.
@@ -43,7 +45,7 @@ class CheckedExecutor:
         """
         response = await self.executor.execute(**kwargs)
         if self._source is not None:
-            self._source.raise_failure()
+            self._source.raise_failure()  # which OpenRLHF has swallowed
         return {**response, **_numbers_of_agent(self.executor, response)}
 
 

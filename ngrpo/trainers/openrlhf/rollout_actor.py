@@ -214,7 +214,7 @@ class RecordingExecutor:
 
         is_perturbed = run.perturbation is not None and run.perturbation.active
         is_replayed = (is_perturbed or run.replay_routing) and arguments.get("enabled", True)
-        # An evaluation has the round 0, and the record of a draft may not reach the trainer.
+        # Round 0 is an evaluation before the first round of training, and a draft's record may not reach the trainer.
         is_trained = is_replayed and round_number >= 1 and not second_round.drafting.get()
         self._controls.enter(round_number)
         conversation = sample_records.Conversation(

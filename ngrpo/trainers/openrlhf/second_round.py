@@ -39,7 +39,7 @@ async def in_two_rounds(
     sampling_params: SamplingParams,
     max_length: int,
     hf_tokenizer: PreTrainedTokenizerBase,
-    **others: Any,
+    **passed_on: Any,
 ) -> list[Response]:
     """The responses to one prompt, with a second round if the first one needs it.
 
@@ -47,7 +47,7 @@ async def in_two_rounds(
     has no second round: there is no room for one. Neither has one with too little room for its draft.
     """
     method = require(current_run().second_round, "--second_round")
-    call = _Call(actor, prompt, sampling_params, max_length, hf_tokenizer, others)
+    call = _Call(actor, prompt, sampling_params, max_length, hf_tokenizer, passed_on)
     drafting.set(method.refines)
     first = await call.responses()
     drafting.set(False)
@@ -68,14 +68,14 @@ async def in_two_rounds(
 
 @dataclass(frozen=True)
 class _Call:
-    """A call of ``RolloutRayActor.generate_responses``, with its arguments; ``others`` are passed on as they are."""
+    """A call of ``RolloutRayActor.generate_responses``, with its arguments; ``passed_on`` has all others."""
 
     actor: Any
     prompt: str
     sampling_params: SamplingParams
     max_length: int
     hf_tokenizer: PreTrainedTokenizerBase
-    others: Mapping[str, Any]
+    passed_on: Mapping[str, Any]
 
     async def responses(self, **changed: Any) -> list[Response]:
         """The responses, with some arguments changed."""
@@ -84,7 +84,7 @@ class _Call:
             "sampling_params": self.sampling_params,
             "max_length": self.max_length,
             "hf_tokenizer": self.hf_tokenizer,
-            **self.others,
+            **self.passed_on,
             **changed,
         }
         return list(await self.actor.generate_responses(**arguments))
@@ -139,7 +139,7 @@ async def _refine(
     room = call.max_length - prompt_length - require(call.sampling_params.max_tokens, "a response's length")
     if extra > room:
         return None
-    count = call.others["num_samples"]
+    count = call.passed_on["num_samples"]
     return await call.responses(prompt=prompt, sampling_params=call.params_of_second_round(count), num_samples=count)
 
 

@@ -78,17 +78,20 @@ class Values:
         for key, reward in zip(keys, rewards, strict=True):
             rewards_of.setdefault(key, []).append(reward)
         values = {}
-        for key, own in rewards_of.items():
+        for key, of_prompt in rewards_of.items():
+            count = len(of_prompt)
             if key not in self._evidence:
-                start = sum(own) / len(own) if len(own) > 1 else step_mean
+                start = sum(of_prompt) / count if count > 1 else step_mean
                 self._evidence[key] = (start / (1.0 - rho), (1.0 - start) / (1.0 - rho))
-                if len(own) > 1:
+                if count > 1:
                     # These rewards made the start, so they do not enter a second time.
                     values[key] = start
                     continue
             right, wrong = self._evidence[key]
             values[key] = right / (right + wrong)
-            self._evidence[key] = (rho * right + sum(own), rho * wrong + len(own) - sum(own))
+            right = rho * right + sum(of_prompt)
+            wrong = rho * wrong + count - sum(of_prompt)
+            self._evidence[key] = (right, wrong)
         return [values[key] for key in keys]
 
 
@@ -228,7 +231,8 @@ def _counts(maker: Any, experiences: Sequence[Experience], _: Advantage) -> Tens
 
 def _log_probs(maker: Any, experiences: Sequence[Experience], _: Advantage) -> Tensor:
     """log π summed over a response's trained tokens, and the number of these tokens, (N, 2)."""
-    totals, counts = [], []
+    totals = []
+    counts = []
     for experience in experiences:
         mask = experience.action_mask.bool()
         totals.append(experience.action_log_probs.float().masked_fill(~mask, 0.0).sum(-1))
