@@ -77,7 +77,7 @@ class _Call:
     hf_tokenizer: PreTrainedTokenizerBase
     passed_on: Mapping[str, Any]
 
-    async def responses(self, **changed: Any) -> list[Response]:
+    async def responses(self, **changed: object) -> list[Response]:
         """The responses, with some arguments changed."""
         arguments = {
             "prompt": self.prompt,
