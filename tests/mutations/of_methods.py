@@ -57,7 +57,7 @@ MUTATIONS = {
         ("groups.reshape(-1)[self._numbers]", "groups.reshape(-1)", "answers get each other's advantages"),
         (".masked_fill(~mask, 0.0).sum(-1)", ".sum(-1)", "lens: padding counts"),
         ("(size**0.5 / advantage.dim) ** 0.5", "size**0.25", "rep_exp: the projection lengthens states"),
-        ("(rho * right + sum(own), rho", "(right + sum(own), rho", "spo: right answers are never forgotten"),
+        ("right = rho * right + sum(", "right = right + sum(", "spo: right answers are never forgotten"),
         ("normalised(advantages.reshape(1, -1))", "normalised(advantages)", "spo: normalized over the group"),
     ],
     ("ngrpo/methods/advantages/groupwise.py", _OBJECTIVES): [
