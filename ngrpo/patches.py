@@ -155,6 +155,8 @@ OPENRLHF: tuple[Patch, ...] = (
         "what the loss makes of log-probabilities, advantages and the rollout's log-probabilities"),
     _row("openrlhf.models.utils", "compute_reward", None, TRAINING, "sha:548aa0341385",
         "clip, KL penalty, the response's last token"),
+    _row("openrlhf.trainer.ppo_utils.length_penalty", "apply_length_penalties", None, TRAINING, "sha:d5d6d7ff6bbd",
+        "changes rewards alone, in-place; called on copies, for the rewards that our advantages compare"),
     _row(_DEEPSPEED, "DeepspeedStrategy.save_model", None, "perturbation", "sha:14c67be849f9",
         "saves by save_pretrained, which writes learned parameters to a file of their own"),
     _row("openrlhf.utils.agent", "SingleTurnAgentExecutor.execute", None, TRAINING, "sha:e557741c5553",

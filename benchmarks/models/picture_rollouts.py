@@ -51,7 +51,7 @@ def rolled_out(folder: Path, dtype: str) -> dict[str, list[Any]]:
     from vllm import SamplingParams
 
     from ngrpo.rollout import take_trajectories
-    from ngrpo.trainers.openrlhf.rollout_actor import check_places, unexpanded
+    from ngrpo.trainers.openrlhf.pictures import check_places, unexpanded
     from tests.stack.harness import Rollout, build_engine
 
     limits = {"limit_mm_per_prompt": {"image": 1, "video": 0}}

@@ -9,8 +9,8 @@
 Needs ``pip install --no-deps trl==1.16.0``; docs/integrations.md says what is and is not covered.
 """
 
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -54,22 +54,17 @@ class PerturbedGRPOTrainer(GRPOTrainer):
         **kwargs: object,
     ) -> None:
         self._perturbation = registry.create(**perturbation)
-        config = kwargs.get("args") or next((each for each in args if hasattr(each, "use_vllm")), None)
-        parts = {"perturbation": self._perturbation}
-        compatibility.check(compatibility.TRL, Combination(parts=parts, settings=config, arguments=kwargs))
+        config = kwargs.get("args") or next((argument for argument in args if hasattr(argument, "use_vllm")), None)
+        combination = Combination(parts={"perturbation": self._perturbation}, settings=config, arguments=kwargs)
+        compatibility.check(compatibility.TRL, combination)
         # Of the last rollouts of training (True) and of evaluation (False): TRL keeps training batches meanwhile.
         self._rollouts: dict[bool, list[FinishedTrajectory]] = {True: [], False: []}
+        # Which of these the next forward is of; None for all, in their order.
         self._in_forward: list[int] | None = None
         self._replay_routing = replay_routing
-        ours = {settings.KEY: self._perturbation.spec(), settings.ROUTED_EXPERTS: replay_routing}
-        options = {**(vllm_options or {}), "additional_config": ours}
-        # TRL builds its engine in here: ours, with further options.
-        generation, llm = grpo_trainer.VLLMGeneration, vllm_generation.LLM
-        grpo_trainer.VLLMGeneration, vllm_generation.LLM = _PerturbedGeneration, partial(llm, **options)
-        try:
+        of_engine = {settings.KEY: self._perturbation.spec(), settings.ROUTED_EXPERTS: replay_routing}
+        with _perturbed_engine({**(vllm_options or {}), "additional_config": of_engine}):
             super().__init__(*args, **kwargs)
-        finally:
-            grpo_trainer.VLLMGeneration, vllm_generation.LLM = generation, llm
         freeze(self.accelerator.unwrap_model(self.model), self._perturbation)
 
     def _generate_single_turn(self, prompt_ids: list[list[int]], *args: object, **kwargs: object) -> Any:
@@ -78,7 +73,8 @@ class PerturbedGRPOTrainer(GRPOTrainer):
         result = super()._generate_single_turn(prompt_ids, *args, **kwargs)
         by_name = records.take_finished(generation.llm)
         # vLLM counts its requests, and returns them in their order.
-        rollouts = self._rollouts[self.model.training] = [by_name[name] for name in sorted(by_name, key=int)]
+        rollouts = [by_name[name] for name in sorted(by_name, key=int)]
+        self._rollouts[self.model.training] = rollouts
         if len(rollouts) != len(prompt_ids):
             raise RuntimeError(f"{len(rollouts)} records of {len(prompt_ids)} rollouts were handed over.")
         return result
@@ -121,24 +117,39 @@ class PerturbedGRPOTrainer(GRPOTrainer):
         rollouts = [self._rollouts[self.model.training][row] for row in rows]
         replayed = self.accelerator.unwrap_model(model)
         routing = RoutingScope(replayed) if self._replay_routing else None
-        parts = []
-        for start in range(0, len(input_ids), batch_size or len(input_ids)):
-            chunk = slice(start, start + (batch_size or len(input_ids)))
-            mask, of_chunk = attention_mask[chunk], rollouts[chunk]
-            forward = super()._get_per_token_logps_and_entropies
+        forward = super()._get_per_token_logps_and_entropies
+        size = batch_size or len(input_ids)
+        results = []
+        for start in range(0, len(input_ids), size):
+            chunk = slice(start, start + size)
+            mask = attention_mask[chunk]
             with ExitStack() as stack:
-                recorded = [rollout.record for rollout in of_chunk]
+                recorded = [rollout.record for rollout in rollouts[chunk]]
                 stack.enter_context(replaying(replayed, recorded, mask, self._perturbation))
                 if routing is not None:
                     until = self._until_backward if torch.is_grad_enabled() else stack
-                    until.enter_context(routing([rollout.experts for rollout in of_chunk], mask))
-                parts.append(forward(model, input_ids[chunk], mask, logits_to_keep, None, **kwargs))
-        log_probs, entropies, losses = zip(*parts)
+                    until.enter_context(routing([rollout.experts for rollout in rollouts[chunk]], mask))
+                results.append(forward(model, input_ids[chunk], mask, logits_to_keep, None, **kwargs))
+        log_probs, entropies, losses = zip(*results)
         return (
             torch.cat(log_probs),
             None if entropies[0] is None else torch.cat(entropies),
             None if losses[0] is None else torch.stack(losses).mean(),
         )
+
+
+@contextmanager
+def _perturbed_engine(options: Mapping[str, Any]) -> Iterator[None]:
+    """TRL builds its engine in this context as ours, with further keyword arguments of ``vllm.LLM``."""
+    generation = grpo_trainer.VLLMGeneration
+    llm = vllm_generation.LLM
+    grpo_trainer.VLLMGeneration = _PerturbedGeneration
+    vllm_generation.LLM = partial(llm, **options)
+    try:
+        yield
+    finally:
+        grpo_trainer.VLLMGeneration = generation
+        vllm_generation.LLM = llm
 
 
 class _PerturbedGeneration(vllm_generation.VLLMGeneration):

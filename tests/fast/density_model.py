@@ -99,5 +99,5 @@ def run(
         if packed:
             result = torch.zeros(shape).masked_scatter(mask.bool(), result[0])
         result = torch.cat([ours.for_policy_loss(result[:, :-1]), result[:, -1:]], dim=1)
-        seen = SimpleNamespace(tokens=ours.tokens, own=ours.token_log_probs(result[:, 4:-1].detach()))
+        seen = SimpleNamespace(tokens=ours.replayed_log_probs, own=ours.token_log_probs(result[:, 4:-1].detach()))
     return result, seen

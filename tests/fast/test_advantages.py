@@ -15,8 +15,9 @@ from ngrpo.config.run import current_run
 from ngrpo.methods import credits
 from ngrpo.methods.advantages import compute, create
 from ngrpo.methods.scoring.answers import outcome
+from ngrpo.trainers.openrlhf import step_advantages
 from ngrpo.trainers.openrlhf.rewards import check_step
-from ngrpo.trainers.openrlhf.step_advantages import StepAdvantages, Visits, advantage_measures
+from ngrpo.trainers.openrlhf.step_advantages import Visits, advantage_measures
 from ngrpo.trainers.verl.overrides import estimator
 from perturbations.errors import UsageError
 from tests.conftest import ROOT
@@ -138,8 +139,25 @@ def test_a_step_computes_with_the_options_of_its_time() -> None:
     batch = [SimpleNamespace(index=[0, 1, 2, 3], rewards=rewards, prompts=["p"] * 4)]
     for at, k in ((9, 4), (10, 1)):
         args = SimpleNamespace(rollout=SimpleNamespace(n_samples_per_prompt=4))
-        found = StepAdvantages(SimpleNamespace(args=args, training_step=at), batch, made).next(rewards)
+        (found,) = step_advantages.compute(SimpleNamespace(args=args, training_step=at), batch, made).batches
         assert torch.equal(found, create("pkpo", k=k).compute(rewards.unsqueeze(0))[0])
+
+
+def test_openrlhf_continues_with_our_rows_and_takes_each_once() -> None:
+    rewarded = step_advantages.compute_reward(lambda r, scale: r * scale)
+    estimated, ours = torch.tensor([4.0, 5.0]), [torch.tensor([1.0, 2.0]), torch.tensor([True, False])]
+    with step_advantages.replacing_estimates(ours):
+        assert rewarded(estimated, 2.0).tolist() == [2.0, 4.0]
+        assert rewarded(estimated, scale=1.0).tolist() == [0.0, 5.0], "a row of bool sets estimates to 0"
+        with pytest.raises(RuntimeError, match="more micro-batches than the step has"):
+            rewarded(estimated, 1.0)
+    assert rewarded(estimated, 1.0) is not None, "outside of a step nothing is replaced"
+    replacing, said = step_advantages.replacing_estimates, "did not take our advantages for 2 micro-batches"
+    with pytest.raises(RuntimeError, match=said), replacing(ours):
+        pass
+    said = r"\(3,\) estimates of a micro-batch, the run's advantages are \(2,\)"
+    with pytest.raises(RuntimeError, match=said), replacing(ours):
+        rewarded(torch.zeros(3), 1.0)
 
 
 def test_the_only_response_that_is_not_overlong_is_a_group_of_one() -> None:

@@ -16,7 +16,7 @@ from ngrpo.methods import advantages
 from ngrpo.methods.advantages.base import normalised
 from ngrpo.trainers.openrlhf import step_advantages
 from ngrpo.trainers.openrlhf.model_actors import policy_model_actor
-from ngrpo.trainers.openrlhf.step_advantages import StepAdvantages, Values, Visits
+from ngrpo.trainers.openrlhf.step_advantages import Values, Visits
 from ngrpo.trainers.openrlhf.trainer import trainer as our_trainer
 from perturbations.errors import UsageError
 from tests.fast.openrlhf_doubles import LOGGED, maker
@@ -118,7 +118,7 @@ def test_a_step_gives_sums_over_trained_tokens() -> None:
             seen.append(further)
             return rewards
 
-    StepAdvantages(experience_maker(2), made, Seeing()).next(torch.zeros(2))
+    step_advantages.compute(experience_maker(2), made, Seeing())
     assert seen[0].tolist() == [[[-3.0, 2.0], [-1.0, 1.0]], [[-9.0, 3.0], [-4.0, 1.0]]]
 
 
@@ -250,10 +250,10 @@ def step(at: Any, rewards: list[float], parts: list[list[int]], prompts: str) ->
     """A step's advantages in the order of generation; its responses are dealt to micro-batches in any order."""
     given = torch.tensor(rewards, dtype=torch.float32)
     made = [SimpleNamespace(index=part, rewards=given[part], prompts=[prompts[i] for i in part]) for part in parts]
-    run = StepAdvantages(at, made, advantages.create("spo", rho=0.75))
+    ours = step_advantages.compute(at, made, advantages.create("spo", rho=0.75))
     found = torch.empty_like(given)
-    for part in parts:
-        found[part] = run.next(given[part])
+    for part, of_batch in zip(parts, ours.batches, strict=True):
+        found[part] = of_batch
     return found.tolist()
 
 

@@ -96,7 +96,7 @@ def test_the_first_responses_of_each_round_have_a_control(monkeypatch: pytest.Mo
 
     class Executor:
         async def execute(self, **kwargs: Any) -> None:
-            followed.append(rollout_actor._conversation.get().followed)
+            followed.append(rollout_actor._conversation.get().needs_control)
             raise ValueError
 
     executor = rollout_actor.RecordingExecutor(Executor())

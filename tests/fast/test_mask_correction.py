@@ -2,6 +2,7 @@
 """``--sampling.correct_mask``: log-probabilities among the tokens left, in every layout, and the gradient they give."""
 
 import dataclasses
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -12,8 +13,9 @@ from torch import Tensor
 from ngrpo.config import parse
 from ngrpo.config.run import Sampling
 from ngrpo.machine.upstream.openrlhf_flags import Flags
-from ngrpo.trainers.common.log_probs import corrected, densities, with_overrides
-from ngrpo.trainers.common.sample_records import Conversation
+from ngrpo.trainers.common import log_probs
+from ngrpo.trainers.common.log_probs import densities, with_overrides
+from ngrpo.trainers.common.sample_records import Conversation, unpack
 from perturbations import FinishedTrajectory, ReplayRecord, UsageError, create
 from perturbations.replay.sampling_mask import SamplingMask
 from perturbations.replay.scope import ReplayScope
@@ -22,6 +24,11 @@ from tests.fast.density_steps import V, a_step, likely
 from tests.fast.run import check_flags, run_of
 
 hooked = with_overrides(log_probs_of)
+
+
+def corrected(side_inputs: list[Any] | None, mask: Tensor) -> AbstractContextManager[None]:
+    """The correction by what the samples carry."""
+    return log_probs.corrected(unpack(side_inputs), mask)
 
 
 def carried(left: dict[int, list[int]] | None, length: int = 12, replay: ReplayRecord | None = None) -> dict[str, Any]:

@@ -138,8 +138,9 @@ def backward(loss: Tensor, one: Tensor) -> dict[int, Tensor]:
 def replayed(batch: Batch, masked: bool) -> list[Tensor]:
     """A training step's forward and backward under a replay, its densities and its mask correction."""
     scope = batch.scope()
-    records = [FinishedTrajectory.unpack(parts).record for parts in batch.side_inputs]
-    correction = corrected(batch.side_inputs, batch.mask) if masked else nullcontext()
+    trajectories = [FinishedTrajectory.unpack(parts) for parts in batch.side_inputs]
+    records = [trajectory.record for trajectory in trajectories]
+    correction = corrected(trajectories, batch.mask) if masked else nullcontext()
     with scope(records, batch.mask) as stats, correction, densities(scope, TEMPERATURE, batch.advantages) as ours:
         log_probs = batch.forward()
         score = log_probs if ours is None else ours.for_policy_loss(log_probs)
@@ -201,7 +202,14 @@ def test_credits(name: str) -> None:
         step = StepTokens(*map(batch.up, values), *map(batch.up, numbers))
         formula, marks = credit.formula(step), credit.marks(step)
         marks = None if marks is None else batch.actions.bool()
-        ours = CreditInLoss(credit, loss, batch.advantages, (batch.actions, batch.mask), marks)
+        ours = CreditInLoss(
+            credit,
+            loss,
+            advantages=batch.advantages,
+            action_mask=batch.actions,
+            attention_mask=batch.mask,
+            marks=marks,
+        )
         with override_log_probs(ours.look, "the credit was not asked", ""):
             log_probs = batch.forward()
         ours(log_probs, log_probs.detach(), batch.advantages)

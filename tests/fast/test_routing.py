@@ -16,7 +16,7 @@ from ngrpo.config import parse, rules
 from ngrpo.machine.models import experts
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.rollout.settings import check_engine, read
-from ngrpo.trainers.common.sample_records import Conversation, routed
+from ngrpo.trainers.common.sample_records import Conversation, routed, unpack
 from perturbations import FinishedTrajectory
 from perturbations.errors import UsageError
 from perturbations.replay import packing
@@ -229,9 +229,9 @@ def test_as_bytes(dtype: Any, most: int) -> None:
     assert whole.size - trajectory(4, 8, None).size == experts.nbytes
     with pytest.raises(ValueError, match="routed_experts is damaged"):
         FinishedTrajectory.unpack({**parts, packing.EXPERTS: parts[packing.EXPERTS][:-5]})
-    assert routed([parts, parts], 2)[1].shape == (7, 3, 2)
+    assert routed(unpack([parts, parts]), 2)[1].shape == (7, 3, 2)
     with pytest.raises(RuntimeError, match="1 of 2 samples came without their experts"):
-        routed([parts, trajectory(4, 8, None).pack()], 2)
+        routed(unpack([parts, trajectory(4, 8, None).pack()]), 2)
 
 
 def test_turns_keep_the_experts_that_their_tokens_were_drawn_with() -> None:

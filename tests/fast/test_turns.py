@@ -24,9 +24,9 @@ def taken(positions: list[int], prompt: int, log_probs: list[float]) -> dict[str
     return FinishedTrajectory(kept, np.array(log_probs, np.float32)).pack()
 
 
-def first_turn() -> Conversation:
+def first_turn(*, redrawn: bool = False) -> Conversation:
     """Prompt of 3 tokens, answer of 4, edits at positions 3, 4 and 6."""
-    conversation = Conversation({})
+    conversation = Conversation({}, redrawn=redrawn)
     conversation.go_on(FIRST)
     conversation.add(taken([3, 4, 6], 3, [-0.1, -0.2, -0.3, -0.4]), FIRST, ANSWER)
     return conversation
@@ -71,11 +71,10 @@ def test_a_prompt_that_is_asked_again_has_other_draws() -> None:
     turns.trajectory = dataclasses.replace(turns.trajectory, record=noisy)
     turns.go_on(prompt)
     assert turns.earlier(prompt).seed == turns.earlier(prompt).seed == 9, "the noise of earlier turns is the seed's"
-    turns = first_turn()
-    turns.redrawn = True
+    turns = first_turn(redrawn=True)
     turns.go_on(prompt)
     assert turns.earlier(prompt).seed == turns.earlier(prompt).seed == 9, "a density draws it again in the trainer"
-    assert turns.again == 1, "by which an evaluation, without records, changes the request's seed"
+    assert turns.repeats == 1, "by which an evaluation, without records, changes the request's seed"
 
 
 def test_the_prefix_cache_is_counted_over_all_turns() -> None:

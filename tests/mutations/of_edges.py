@@ -49,8 +49,8 @@ MUTATIONS = {
     ],
     ("ngrpo/trainers/openrlhf/step_advantages.py", _FURTHER): [
         (
-            "rho * wrong + len(own) - sum(own)",
-            "rho * wrong + 1.0 - sum(own) / len(own)",
+            "rho * wrong + count - sum(of_prompt)",
+            "rho * wrong + 1.0 - sum(of_prompt) / count",
             "spo: wrong answers are a share",
         ),
     ],
@@ -67,8 +67,8 @@ MUTATIONS = {
     ],
     ("ngrpo/trainers/common/policy_loss.py", "test_credits_loss.py"): [
         (
-            "torch.ones_like(changed), **kwargs)",
-            'torch.ones_like(changed), **({**kwargs, "rollout_log_probs": old_log_probs}))',
+            "old_log_probs, ones, **kwargs)",
+            'old_log_probs, ones, **({**kwargs, "rollout_log_probs": old_log_probs}))',
             "a penalty without the loss's importance weights",
         ),
     ],

@@ -47,7 +47,7 @@ MUTATIONS = {
     ],
     ("ngrpo/trainers/common/log_probs.py", "test_density_loss.py"): [
         ("density - density.detach()", "density", "a vector's density has a value, and so a ratio without bounds"),
-        ("action = tokens if perturbation.draws_token else", "action =", "a token that was drawn is not in the action"),
+        ("token_log_probs if perturbation.draws_token else", "", "a token that was drawn is not in the action"),
     ],
     ("perturbations/methods/learned.py", "test_tarpo.py"): [
         ("[:, :1] == 0.0)", "[:, :1] != 0.0)", "tarpo: the other decision than was drawn"),
@@ -73,7 +73,7 @@ MUTATIONS = {
         (".clamp(-20.0, 20.0)", "", "the mean ratio overflows"),
     ],
     (_LOSS, _MASKED): [
-        ("parts = at[inside] - 1,", "parts = at[inside],", "sampling mask: a row too late"),
+        ("(token_rows[inside] - 1)", "token_rows[inside]", "sampling mask: a row too late"),
         ("scores[is_label] - highest -", "scores[is_label] -", "sampling mask: the largest score is not put back"),
     ],
     (_STORE, _STORED): [

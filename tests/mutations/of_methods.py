@@ -62,10 +62,10 @@ MUTATIONS = {
         ("share * (self.k_end - self.k)", "share * (self.k - self.k_end)", "annealing goes the wrong way"),
     ],
     ("ngrpo/trainers/openrlhf/step_advantages.py", _FURTHER): [
-        ("groups.reshape(-1)[order]", "groups.reshape(-1)", "answers get each other's advantages"),
-        (".masked_fill(~mask, 0.0).sum(-1) for", ".sum(-1) for", "lens: padding counts"),
+        ("groups.reshape(-1)[self._numbers]", "groups.reshape(-1)", "answers get each other's advantages"),
+        (".masked_fill(~mask, 0.0).sum(-1)", ".sum(-1)", "lens: padding counts"),
         ("(size**0.5 / advantage.dim) ** 0.5", "size**0.25", "rep_exp: the projection lengthens states"),
-        ("(rho * right + sum(own), rho", "(right + sum(own), rho", "spo: right answers are never forgotten"),
+        ("right = rho * right + sum(", "right = right + sum(", "spo: right answers are never forgotten"),
         ("normalised(advantages.reshape(1, -1))", "normalised(advantages)", "spo: normalized over the group"),
     ],
     ("ngrpo/methods/advantages/groupwise.py", _OBJECTIVES): [
@@ -86,7 +86,7 @@ MUTATIONS = {
         ("kernel + self.ridge * identity", "kernel + identity", "rep_exp: λ is ignored"),
     ],
     ("ngrpo/trainers/openrlhf/model_actors.py", _FURTHER): [
-        ("[rows[sample == i] + 1 for", "[rows[sample == i] for", "rep_exp: the states that chose the tokens"),
+        ("rows[samples == sample] + 1", "rows[samples == sample]", "rep_exp: the states that chose the tokens"),
     ],
     ("ngrpo/config/rules.py", _OBJECTIVES): [
         ("if bound > 10 else", "if bound > 0 else", "a clip narrower than OpenRLHF's own"),
@@ -122,8 +122,8 @@ MUTATIONS = {
             "first_token: a wrong answer is the best",
         ),
     ],
-    ("ngrpo/trainers/openrlhf/step_advantages.py", "test_credits.py"): [
-        ("maker.training_step, place) for", "maker.training_step, 0) for", "credits: all responses have one seed"),
+    ("ngrpo/trainers/openrlhf/step_credits.py", "test_credits.py"): [
+        ("maker.training_step, number) for", "maker.training_step, 0) for", "credits: all responses have one seed"),
     ],
     ("ngrpo/trainers/openrlhf/model_actors.py", "test_credits.py"): [
         ("output.entropy[:, -log_probs.shape[1] :]", "output.entropy[:, : log_probs.shape[1]]", "of other tokens"),
@@ -137,7 +137,7 @@ MUTATIONS = {
         ('"policy noise", self.seed, sync, name', '"policy noise", self.seed, name', "the same noise in every sync"),
     ],
     ("ngrpo/trainers/openrlhf/trainer.py", "test_policy_noises.py"): [
-        ("            self.send_weights(0.0)\n", "", "noisy evaluation"),
+        ("        self.send_weights(0.0)\n", "", "noisy evaluation"),
     ],
     ("ngrpo/trainers/common/mismatch.py", "test_policy_noises.py"): [
         ("-log_ratio.mean()", "log_ratio.mean()", "the sign of the divergence"),
@@ -178,7 +178,11 @@ MUTATIONS = {
         ("[astuple(step) for step in self.past_steps]", "[]", "a resumed run forgets the first step's entropy"),
     ],
     ("ngrpo/trainers/openrlhf/experience_maker.py", "test_sampling_schedules_run.py"): [
-        ("[part[e.action_mask.bool()]", "[part.flatten()", "padding has an entropy"),
+        (
+            "-masked(experiences, rollout_log_probs)",
+            "-torch.cat([rows.flatten() for rows in rollout_log_probs])",
+            "padding has an entropy",
+        ),
     ],
     ("ngrpo/trainers/common/mismatch.py", "test_correction_warmup.py"): [
         (".exp().clamp(*bounds)", ".exp()", "a weight grows beyond its bounds"),
@@ -201,17 +205,21 @@ MUTATIONS = {
         ("        return {}", "        return super().flags(flags)", "igrpo: no KL term"),
     ],
     ("ngrpo/trainers/openrlhf/second_round.py", _SECOND_ROUNDS): [
-        ("(second, len(first)) if", "(first, 0) if", "drafts are trained"),
-        ("(list(response[name][start:end])", "(list(response[name])", "the prompt of the second round is trained"),
+        ("in enumerate(second)]", "in enumerate(first)]", "drafts are trained"),
+        (
+            'list(response["observation_tokens"][start:end])',
+            'list(response["observation_tokens"])',
+            "the prompt of the second round is trained",
+        ),
     ],
     ("ngrpo/trainers/openrlhf/samples_generator.py", _SECOND_ROUNDS): [
         ("second_round is not None and not self.evaluating", "second_round is not None", "one in an evaluation"),
     ],
     ("ngrpo/trainers/openrlhf/experience_maker.py", _SECOND_ROUNDS_TRAINING): [
-        ("of_both[:, -later:]", "of_both", "right drafts count as right refinements"),
+        ("all_rewards[:, -later:]", "all_rewards", "right drafts count as right refinements"),
     ],
     ("ngrpo/trainers/openrlhf/step_advantages.py", _SECOND_ROUNDS_TRAINING): [
-        ("whole[places] = rewards[row]", "pass", "penalties are lost"),
+        ("all_rewards[places] = own_rewards", "pass", "penalties are lost"),
     ],
     ("ngrpo/trainers/common/policy_loss.py", _SECOND_ROUNDS_TRAINING): [
         ("log_ratio.detach().exp().to(advantages)", "1.0", "shaping has no weight"),

@@ -31,7 +31,7 @@ MUTATIONS = {
         ("if response.get(name) is not None", "if False", "rewards: an agent's are not looked at"),
     ],
     ("ngrpo/trainers/openrlhf/actor_trainer.py", _FAULTS): [
-        (" if update > updates]", "]", "zero gradients: the norm of the last rollout counts"),
+        (" if update > updates_before]", "]", "zero gradients: the norm of the last rollout counts"),
     ],
     ("ngrpo/trainers/openrlhf/trainer.py", _FAULTS): [
         ('status.get("zero_gradients") == updates', 'status.get("zero_gradients")', "one zero gradient of two is said"),

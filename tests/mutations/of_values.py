@@ -40,8 +40,8 @@ MUTATIONS = {
     ],
     ("ngrpo/trainers/common/log_probs.py", "test_loss_entry.py::test_the_kl_term_is_the_tokens_in_gradient"): [
         (
-            "self._scored = torch.where(inside, density, 0.0)",
-            "self._scored, action = torch.where(inside, density, 0.0), action + density - density.detach()",
+            "self._score_density = torch.where(inside, density, 0.0)",
+            "self._score_density, action = torch.where(inside, density, 0.0), action + density - density.detach()",
             "the KL term has the gradient of a density",
         ),
     ],

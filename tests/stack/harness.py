@@ -133,6 +133,7 @@ def trainer_log_probs(
 ) -> torch.Tensor:
     """log π of all generated tokens as the trainer takes it, one after the other; corrected where there are masks."""
     from ngrpo.trainers.common.log_probs import corrected, with_overrides
+    from ngrpo.trainers.common.sample_records import unpack
 
     result = []
     for rollout, mask in zip(rollouts, masks):
@@ -141,7 +142,7 @@ def trainer_log_probs(
         ones = torch.ones_like(tokens)
         with torch.no_grad(), replaying(model, [rollout.record], attention_mask=ones):
             logits = model(tokens).logits.float() / temperature
-        with contextlib.nullcontext() if mask is None else corrected([record.pack()], ones):
+        with contextlib.nullcontext() if mask is None else corrected(unpack([record.pack()]), ones):
             log_probs = with_overrides(log_probs_of)(logits, tokens.roll(-1, dims=1))
         result.append(log_probs[0, len(rollout.prompt) - 1 : -1])
     return torch.cat(result)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ngrpo.trainers.openrlhf.model_actors import merge_mm_train_inputs as ours
-from ngrpo.trainers.openrlhf.rollout_actor import pictures_key
+from ngrpo.trainers.openrlhf.pictures import key_of as pictures_key
 from perturbations import replaying
 from perturbations.replay import ReplayRecord
 from perturbations.replay.trajectory import FinishedTrajectory

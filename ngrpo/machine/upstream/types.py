@@ -32,3 +32,7 @@ else:
 
     def __getattr__(name: str) -> Any:
         return Any
+
+
+Upstream: Any = object
+"""The base of a mixin that goes in front of an upstream class: a type checker then allows that class's attributes."""

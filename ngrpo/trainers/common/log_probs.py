@@ -8,7 +8,6 @@ reaches the ratio, the clip and the KL term.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
 
 import numpy as np
 import torch
@@ -19,6 +18,7 @@ from ngrpo.trainers.common.sample_records import part_of_each
 from perturbations.errors import require
 from perturbations.replay.sampling_mask import SamplingMask
 from perturbations.replay.scope import ReplayScope, flat_rows
+from perturbations.replay.trajectory import FinishedTrajectory
 
 Override = Callable[[Tensor, Tensor, Tensor], Tensor]
 _active: ContextVar[tuple[Override, ...]] = ContextVar("log_prob_overrides", default=())
@@ -45,21 +45,23 @@ def override_log_probs(override: Override, failed: str, fix: str) -> Iterator[No
         failed: the beginning of the RuntimeError if the override was never called.
         fix: its end.
     """
-    used = False
+    was_called = False
 
-    def noted(*tensors: Tensor) -> Tensor:
-        nonlocal used
-        used = True
-        return override(*tensors)
+    def noting_override(logits: Tensor, labels: Tensor, log_probs: Tensor) -> Tensor:
+        nonlocal was_called
+        was_called = True
+        return override(logits, labels, log_probs)
 
-    token = _active.set((*_active.get(), noted))
+    token = _active.set((*_active.get(), noting_override))
     try:
         yield
     finally:
         _active.reset(token)
-    if not used:
-        source = "openrlhf.models.actor.log_probs_from_logits (0.11.2), as with a fused loss"
-        raise RuntimeError(f"{failed}: the model's log-probabilities did not come from {source}. {fix}")
+    if not was_called:
+        raise RuntimeError(
+            f"{failed}: the model's log-probabilities did not come from openrlhf.models.actor.log_probs_from_logits"
+            f" (0.11.2), as with a fused loss. {fix}"
+        )
 
 
 @contextmanager
@@ -84,27 +86,39 @@ class Densities:
     """
 
     def __init__(self, scope: ReplayScope, temperature: float, advantages: Tensor | None = None) -> None:
-        """``scope`` is already entered; ``advantages`` of the actions, (B, A), are given for the loss's forward."""
+        """
+        Args:
+            scope: of the replay, already entered.
+            temperature: of the rollout.
+            advantages: of the actions, (B, A), for the forward of a loss.
+        """
         self._perturbation = require(scope.perturbation, "the scope's perturbation")
-        self._scope, self._temperature, self._advantages = scope, temperature, advantages
-        self._scored: Tensor | None = None
-        self.tokens: Tensor | None = None
+        self._scope = scope
+        self._temperature = temperature
+        self._advantages = advantages
+        # The density that counts by its score, until the policy loss takes it.
+        self._score_density: Tensor | None = None
+        # The tokens' own log π at the replayed positions, without gradient; None before the forward.
+        self.replayed_log_probs: Tensor | None = None
 
     def override(self, logits: Tensor, labels: Tensor, log_probs: Tensor) -> Tensor:
         """Log-probabilities (…) with the density, of logits (…, V); RuntimeError if a shape is wrong."""
+        perturbation = self._perturbation
         flat = log_probs.reshape(-1)
         replayed, inside = self._scope.replayed(logits.flatten(0, -2), flat, self._temperature, self._advantages)
-        perturbation, tokens = self._perturbation, replayed.token_log_probs
-        self.tokens = tokens.detach()
-        action = tokens if perturbation.draws_token else torch.zeros_like(tokens)
+        token_log_probs = replayed.token_log_probs
+        self.replayed_log_probs = token_log_probs.detach()
+        action = token_log_probs if perturbation.draws_token else torch.zeros_like(token_log_probs)
         # What counts by its score alone is worth 0 in old and reference log-probabilities.
         if not perturbation.score_only or torch.is_grad_enabled():
             density = perturbation.log_density(replayed)
-            if density.shape != tokens.shape:
-                shapes = f"{tuple(density.shape)} for {len(tokens)} positions: one number for each is needed."
-                raise RuntimeError(f"perturbation {perturbation.name!r}: log_density returns {shapes}")
+            if density.shape != token_log_probs.shape:
+                raise RuntimeError(
+                    f"perturbation {perturbation.name!r}: log_density returns {tuple(density.shape)} for"
+                    f" {len(token_log_probs)} positions: one number for each is needed."
+                )
             if perturbation.score_only:
-                self._scored = torch.where(inside, density, 0.0)
+                self._score_density = torch.where(inside, density, 0.0)
             else:
                 action = action + density
         # Positions that were cut off are written to one more entry, which is dropped.
@@ -114,25 +128,27 @@ class Densities:
 
     def for_policy_loss(self, log_probs: Float[Tensor, "batch actions"]) -> Float[Tensor, "batch actions"]:
         """Log-probabilities of the last A tokens of each row, (B, A), with the density that counts by its score."""
-        density, self._scored = self._scored, None
+        density = self._score_density
         if density is None:
             return log_probs
+        self._score_density = None
         score = density - density.detach()
-        return log_probs + self._scope.to_tokens(score, (log_probs.shape[0], log_probs.shape[1])).to(log_probs.dtype)
+        shape = (log_probs.shape[0], log_probs.shape[1])
+        return log_probs + self._scope.to_tokens(score, shape).to(log_probs.dtype)
 
     def token_log_probs(self, log_probs: Tensor) -> Tensor:
         """The tokens' own log π for a forward's log-probabilities, (B, A) on the CPU, while the scope replays."""
-        if self.tokens is None:
+        if self.replayed_log_probs is None:
             return log_probs.cpu()
         shape = (log_probs.shape[0], log_probs.shape[1])
-        parts = self.tokens.float(), torch.ones_like(self.tokens)
-        own, there = (self._scope.to_tokens(part, shape).cpu() for part in parts)
-        return torch.where(there > 0, own, log_probs.cpu())
+        of_tokens = self._scope.to_tokens(self.replayed_log_probs.float(), shape).cpu()
+        is_replayed = self._scope.to_tokens(torch.ones_like(self.replayed_log_probs), shape).cpu() > 0
+        return torch.where(is_replayed, of_tokens, log_probs.cpu())
 
     @property
     def left(self) -> bool:
         """Whether no loss has taken a density that counts by its score."""
-        return self._scored is not None
+        return self._score_density is not None
 
 
 @contextmanager
@@ -146,15 +162,15 @@ def densities(scope: ReplayScope, temperature: float, advantages: Tensor | None 
     if perturbation is None or not perturbation.has_density:
         yield None
         return
-    ours = Densities(scope, temperature, advantages)
+    action_densities = Densities(scope, temperature, advantages)
     with override_log_probs(
-        ours.override,
+        action_densities.override,
         f"the density of perturbation {perturbation.name!r} was not computed",
         "Training on the tokens' log-probabilities is another method: take that path out, or add"
         " --perturbation.density token.",
     ):
-        yield ours
-    if ours.left:
+        yield action_densities
+    if action_densities.left:
         raise RuntimeError(
             f"the density of perturbation {perturbation.name!r} reached no policy loss: Densities.for_policy_loss was"
             " not called. Take out what replaces the actor's loss function, or add --perturbation.density token."
@@ -165,45 +181,68 @@ def densities(scope: ReplayScope, temperature: float, advantages: Tensor | None 
 
 
 @contextmanager
-def corrected(side_inputs: Sequence[Any] | None, attention_mask: Tensor) -> Iterator[None]:
+def corrected(trajectories: Sequence[FinishedTrajectory | None], attention_mask: Tensor) -> Iterator[None]:
     """Overrides the forward's log-probabilities by log π_S, of the policy renormalised over the tokens S left by
     sampling.
 
-    log π_S(x) = z_x − log Σ_{v ∈ S} exp z_v, with gradient to every z_v in S. ``attention_mask`` is (B, T), padded on
-    either side.
+    log π_S(x) = z_x − log Σ_{v ∈ S} exp z_v, with gradient to every z_v in S.
 
-    Raises ``RuntimeError`` if a sample has no mask, a token is not in its set, or no log-probabilities came through.
+    Args:
+        trajectories: of the batch, as `sample_records.unpack` returns them.
+        attention_mask: (B, T), padded on either side.
+
+    Raises:
+        RuntimeError: if a sample has no mask, a token is not in its set, or no log-probabilities came through.
     """
-    cause = "the rollout's engine does not record them, or an agent drops mm_train_inputs from its response"
-    missing = f"came without their sampling mask (--sampling.correct_mask): {cause}."
-    masks: list[SamplingMask] = part_of_each(side_inputs, len(attention_mask), "sampling_mask", missing)
-    samples = torch.cat([torch.full((len(mask),), i) for i, mask in enumerate(masks)])
-    positions = torch.cat([torch.from_numpy(mask.positions) for mask in masks])
-    sets, on_host = [left for mask in masks for left in mask.left()], attention_mask.cpu()
-
-    def override(logits: Tensor, labels: Tensor, log_probs: Tensor) -> Tensor:
-        # Logits of a padded forward (B, T, V) or a packed one (1, total, V).
-        at, inside = flat_rows(samples, positions, tuple(labels.shape), on_host)
-        kept = inside.nonzero().flatten().tolist()
-        if not kept:
-            return log_probs
-        left = [sets[i] for i in kept]
-        which = np.repeat(np.arange(len(left)), [len(ids) for ids in left])
-        # The row before a position chose its token.
-        parts = at[inside] - 1, torch.from_numpy(which), torch.from_numpy(np.concatenate(left))
-        rows, members, ids = (part.to(logits.device) for part in parts)
-        scores = logits.flatten(0, -2)[rows[members], ids]
-        is_label = ids == labels.flatten()[rows[members]]
-        if int(is_label.sum()) != len(rows):
-            raise RuntimeError(
-                f"{len(rows) - int(is_label.sum())} of {len(rows)} tokens to be trained on are not among the tokens"
-                " that the rollout's sampling left: the sampling masks are not those of these samples."
-            )
-        highest = scores.new_full(rows.shape, -torch.inf).scatter_reduce(0, members, scores.detach(), "amax")
-        total = scores.new_zeros(rows.shape).index_add(0, members, (scores - highest[members]).exp())
-        # The members ascend, so the drawn ones have the order of the rows.
-        corrected = scores[is_label] - highest - total.log()
-        return log_probs.flatten().index_copy(0, rows, corrected.to(log_probs.dtype)).view_as(log_probs)
-
-    with override_log_probs(override, "--sampling.correct_mask did not come into effect", "Take that path out."):
+    masks: list[SamplingMask] = part_of_each(
+        trajectories,
+        len(attention_mask),
+        part="sampling_mask",
+        missing="came without their sampling mask (--sampling.correct_mask): the rollout's engine does not record them,"
+        " or an agent drops mm_train_inputs from its response.",
+    )
+    correction = _MaskCorrection(masks, attention_mask)
+    failed = "--sampling.correct_mask did not come into effect"
+    with override_log_probs(correction.override, failed, fix="Take that path out."):
         yield
+
+
+class _MaskCorrection:
+    """The override of :func:`corrected`. A position is a drawn token's; its set has the tokens left by sampling."""
+
+    def __init__(self, masks: Sequence[SamplingMask], attention_mask: Tensor) -> None:
+        sizes = torch.tensor([len(mask) for mask in masks])
+        self._samples = torch.arange(len(masks)).repeat_interleave(sizes)
+        self._positions = torch.cat([torch.from_numpy(mask.positions) for mask in masks])
+        self._sets = [token_set for mask in masks for token_set in mask.left()]
+        self._attention_mask = attention_mask.cpu()
+
+    def override(self, logits: Tensor, labels: Tensor, log_probs: Tensor) -> Tensor:
+        """Log-probabilities (…) over the sets. Logits are (B, T, V) of a padded forward, (1, N, V) of a packed one."""
+        token_rows, inside = flat_rows(self._samples, self._positions, tuple(labels.shape), self._attention_mask)
+        sets = [self._sets[place] for place in inside.nonzero().flatten().tolist()]
+        if not sets:
+            return log_probs
+        sizes = [len(token_set) for token_set in sets]
+        # All sets one after the other: a member is a token of a set, and has the number of its set.
+        set_of_member = torch.from_numpy(np.repeat(np.arange(len(sets)), sizes)).to(logits.device)
+        ids = torch.from_numpy(np.concatenate(sets)).to(logits.device)
+        # The row before a position chose its token.
+        rows = (token_rows[inside] - 1).to(logits.device)
+
+        scores = logits.flatten(0, -2)[rows[set_of_member], ids]
+        is_label = ids == labels.flatten()[rows[set_of_member]]
+        drawn = int(is_label.sum())
+        if drawn != len(rows):
+            raise RuntimeError(
+                f"{len(rows) - drawn} of {len(rows)} tokens to be trained on are not among the tokens that the"
+                " rollout's sampling left: the sampling masks are not those of these samples."
+            )
+        no_scores = scores.new_full(rows.shape, -torch.inf)
+        highest = no_scores.scatter_reduce(0, set_of_member, scores.detach(), "amax")
+        exponentials = (scores - highest[set_of_member]).exp()
+        total = scores.new_zeros(rows.shape).index_add(0, set_of_member, exponentials)
+        # The sets are in the order of the rows, so the drawn members are too.
+        corrected_log_probs = scores[is_label] - highest - total.log()
+        corrected_log_probs = corrected_log_probs.to(log_probs.dtype)
+        return log_probs.flatten().index_copy(0, rows, corrected_log_probs).view_as(log_probs)

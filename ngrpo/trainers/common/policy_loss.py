@@ -6,6 +6,7 @@ and clip are the token's.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,7 +30,8 @@ class RatioMeasure:
     """
 
     def __init__(self, loss: Loss, densities: Densities | None = None) -> None:
-        self._loss, self._densities = loss, densities
+        self._loss = loss
+        self._densities = densities
         self.mean = torch.tensor(1.0)
 
     def __call__(
@@ -55,81 +57,140 @@ def rows_of_tokens(action_mask: Tensor, attention_mask: Tensor, shape: tuple[int
     first = attention_mask.int().argmax(dim=-1)
     # The row before a token chose it.
     position = attention_mask.shape[1] - 1 - action_mask.shape[1] + column - first[sample]
-    return flat_rows(sample, position, shape, attention_mask)[0], sample
+    rows, _ = flat_rows(sample, position, shape, attention_mask)
+    return rows, sample
+
+
+@dataclass(frozen=True)
+class _CreditOfForward:
+    """What a credit makes of one forward with N generated tokens.
+
+    Attributes:
+        tokens: the forward's generated tokens.
+        advantages: the changed ones, (B, A).
+        scores: the term's gradient to each token's log π, (B, A), of value 0.
+    """
+
+    tokens: LossTokens
+    advantages: Tensor
+    scores: Tensor
 
 
 class CreditInLoss:
-    """A credit that depends on the policy of each update: it sees the forward's logits, then changes the loss.
+    """A credit that depends on the policy of each update: :meth:`look` sees the forward's logits, a call is the loss.
 
-    ``masks`` are the masks of actions (B, A) and attention (B, T), ``marks`` (B, A) :meth:`Credit.marks` of this batch;
-    ``share`` is the share of tokens that it changed or marked.
+    Attributes:
+        share: the share of tokens that the credit changed or marked.
     """
 
     def __init__(
-        self, credit: Credit, loss: Loss, advantages: Tensor, masks: tuple[Tensor, Tensor], marks: Tensor | None = None
+        self,
+        credit: Credit,
+        loss: Loss,
+        *,
+        advantages: Tensor,
+        action_mask: Tensor,
+        attention_mask: Tensor,
+        marks: Tensor | None = None,
     ) -> None:
-        self._credit, self._loss, self._marks = credit, loss, marks
-        self._advantages, self._masks = advantages, masks
-        self._found: tuple[Tensor, Tensor, LossTokens] | None = None
+        """
+        Args:
+            credit: the run's.
+            loss: the policy loss that it changes.
+            advantages: of the micro-batch, (B, A).
+            action_mask: (B, A), 1 at generated tokens.
+            attention_mask: (B, T).
+            marks: :meth:`Credit.marks` of the micro-batch, (B, A); None for a credit without marks.
+        """
+        self._credit = credit
+        self._loss = loss
+        self._advantages = advantages
+        self._action_mask = action_mask
+        self._attention_mask = attention_mask
+        self._marks = marks
+        self._of_forward: _CreditOfForward | None = None
         self.share = torch.tensor(0.0)
 
     def look(self, logits: Tensor, labels: Tensor, log_probs: Tensor) -> Tensor:
         """Calls the credit; an override that leaves the log-probabilities as they are."""
-        mask, attention_mask = (part.to(logits.device) for part in self._masks)
-        mask = mask.bool()
-        rows, responses = rows_of_tokens(mask, attention_mask, tuple(labels.shape))
+        mask = self._action_mask.to(logits.device).bool()
+        attention_mask = self._attention_mask.to(logits.device)
         advantages = self._advantages.to(logits.device)
-        own = advantages[mask].float()
-        tokens = LossTokens(logits, rows, labels.flatten()[rows], log_probs.flatten()[rows], own, responses)
-        changed, term = self._credit.in_loss(tokens) or (own, torch.zeros_like(own))
-        check_shapes(self._credit, "in_loss", len(own), changed, term)
-        touched = (changed != own) | (term.detach() != 0.0)
+        rows, responses = rows_of_tokens(mask, attention_mask, tuple(labels.shape))
+        tokens = LossTokens(
+            logits=logits,
+            rows=rows,
+            tokens=labels.flatten()[rows],
+            log_probs=log_probs.flatten()[rows],
+            advantages=advantages[mask].float(),
+            answers=responses,
+        )
+        unchanged = (tokens.advantages, torch.zeros_like(tokens.advantages))
+        changed, term = self._credit.in_loss(tokens) or unchanged
+        check_shapes(self._credit, "in_loss", len(rows), changed, term)
+
+        touched = (changed != tokens.advantages) | (term.detach() != 0.0)
         if self._marks is not None:
             touched = touched | self._marks.to(mask.device)[mask]
-        self.share = touched.float().mean() if len(own) else self.share
-        full = advantages.masked_scatter(mask, changed.to(advantages.dtype))
-        scores = torch.zeros_like(advantages, dtype=term.dtype).masked_scatter(mask, term - term.detach())
-        self._found = full, scores, tokens
+        if len(rows):
+            self.share = touched.float().mean()
+        no_scores = torch.zeros_like(advantages, dtype=term.dtype)
+        self._of_forward = _CreditOfForward(
+            tokens=tokens,
+            advantages=advantages.masked_scatter(mask, changed.to(advantages.dtype)),
+            scores=no_scores.masked_scatter(mask, term - term.detach()),
+        )
         return log_probs
 
     def __call__(self, log_probs: Actions, old_log_probs: Actions, advantages: Actions, **kwargs: object) -> Any:
-        if self._found is None:
-            forward = "a forward with visible logits (openrlhf.models.actor.log_probs_from_logits of 0.11.2)"
-            why = f"the policy loss came without {forward}, as with a fused loss"
-            raise RuntimeError(f"--credit {self._credit.name} did not come into effect: {why}. Take that path out.")
-        changed, scores, tokens = self._found
-        self._found = None
-        result = self._loss(log_probs + scores.to(log_probs.dtype), old_log_probs, changed, **kwargs)
+        """The policy loss with the credit of the latest forward, once; RuntimeError without a forward before it."""
+        if self._of_forward is None:
+            raise RuntimeError(
+                f"--credit {self._credit.name} did not come into effect: the policy loss came without a forward with"
+                " visible logits (openrlhf.models.actor.log_probs_from_logits of 0.11.2), as with a fused loss. Take"
+                " that path out."
+            )
+        credited = self._of_forward
+        self._of_forward = None
+        scored = log_probs + credited.scores.to(log_probs.dtype)
+        result = self._loss(scored, old_log_probs, credited.advantages, **kwargs)
         if self._marks is None:
             return result
-        mask, marks = (part.to(log_probs.device).bool() for part in (self._masks[0], self._marks))
+        mask = self._action_mask.to(log_probs.device).bool()
+        marks = self._marks.to(log_probs.device).bool()
         marked = marks[mask].nonzero().flatten()
-        penalty = self._credit.marked_loss(tokens, marked, (log_probs - old_log_probs)[marks])
+        penalty = self._credit.marked_loss(credited.tokens, marked, (log_probs - old_log_probs)[marks])
         check_shapes(self._credit, "marked_loss", len(marked), penalty)
         # A ratio of value 1 is not clipped: with A = 1 the loss averages −1 · ratio over tokens in its own way.
-        scores = torch.zeros_like(log_probs).masked_scatter(marks, (penalty - penalty.detach()).to(log_probs.dtype))
-        alone, *_ = self._loss(old_log_probs - scores, old_log_probs, torch.ones_like(changed), **kwargs)
+        penalty_score = (penalty - penalty.detach()).to(log_probs.dtype)
+        scores = torch.zeros_like(log_probs).masked_scatter(marks, penalty_score)
+        ones = torch.ones_like(credited.advantages)
+        marked_loss, *_ = self._loss(old_log_probs - scores, old_log_probs, ones, **kwargs)
         total, *measures = result
-        return total + (alone - alone.detach()), *measures
+        return total + (marked_loss - marked_loss.detach()), *measures
 
 
 def behavior(action_mask: Tensor, carried: Sequence[TwoRounds | None]) -> tuple[Tensor, Tensor]:
     """log π_old of second-round responses given the prompts they were drawn from, (B, A), 0 elsewhere; and where they
-    are.
+    are, (B, A) bool.
 
     RuntimeError if a response is longer than the log-probabilities that it carries.
     """
     mask = action_mask.bool().cpu()
-    log_probs, there = torch.zeros(mask.shape), torch.zeros(mask.shape, dtype=torch.bool)
-    for row, each in enumerate(carried):
-        if each is None or each.log_probs is None:
+    log_probs = torch.zeros(mask.shape)
+    is_second = torch.zeros(mask.shape, dtype=torch.bool)
+    for row, rounds in enumerate(carried):
+        if rounds is None or rounds.log_probs is None:
             continue
         count = int(mask[row].sum())
-        if count > len(each.log_probs):
-            raise RuntimeError(f"--second_round: a response of {count} tokens has {len(each.log_probs)} probabilities.")
-        log_probs[row, mask[row]] = torch.from_numpy(each.log_probs[:count])  # its end may have been cut
-        there[row] = mask[row]
-    return log_probs.to(action_mask.device), there.to(action_mask.device)
+        if count > len(rounds.log_probs):
+            raise RuntimeError(
+                f"--second_round: a response of {count} tokens has {len(rounds.log_probs)} probabilities."
+            )
+        # OpenRLHF may have cut the end of the response.
+        log_probs[row, mask[row]] = torch.from_numpy(rounds.log_probs[:count])
+        is_second[row] = mask[row]
+    return log_probs.to(action_mask.device), is_second.to(action_mask.device)
 
 
 class TwoRoundsLoss:
@@ -141,8 +202,9 @@ class TwoRoundsLoss:
     """
 
     def __init__(self, method: SecondRound, loss: Loss, carried: Sequence[TwoRounds | None], action_mask: Tensor):
-        self._method, self._loss = method, loss
-        self._behavior, self._second = behavior(action_mask, carried)
+        self._method = method
+        self._loss = loss
+        self._behavior_log_probs, self._is_second = behavior(action_mask, carried)
 
     def __call__(
         self,
@@ -152,12 +214,13 @@ class TwoRoundsLoss:
         rollout_log_probs: Actions | None = None,
         **kwargs: object,
     ) -> Any:
-        second, log_ratio = self._second, self._method.log_ratio(log_probs, self._behavior.to(log_probs))
+        is_second = self._is_second
+        log_ratio = self._method.log_ratio(log_probs, self._behavior_log_probs.to(log_probs))
         if self._method.shaping is not None:
-            weighed = advantages * log_ratio.detach().exp().to(advantages)
-            advantages = torch.where(second, weighed, advantages)
+            weighted = advantages * log_ratio.detach().exp().to(advantages)
+            advantages = torch.where(is_second, weighted, advantages)
             log_ratio = log_ratio - log_ratio.detach()
-        log_probs = torch.where(second, old_log_probs + log_ratio, log_probs)
+        log_probs = torch.where(is_second, old_log_probs + log_ratio, log_probs)
         if rollout_log_probs is not None:
-            rollout_log_probs = torch.where(second, old_log_probs, rollout_log_probs)
+            rollout_log_probs = torch.where(is_second, old_log_probs, rollout_log_probs)
         return self._loss(log_probs, old_log_probs, advantages, rollout_log_probs=rollout_log_probs, **kwargs)

@@ -21,24 +21,28 @@ from perturbations.replay.trajectory import FinishedTrajectory, UnperturbedAnswe
 class EngineCheck:
     """An engine's check of its overrides, which requests wait for; ``again`` repeats it after each weight sync.
 
-    Before the first request and not at the sync's end, when a hybrid engine's KV cache is asleep.
+    It runs before the first request and not at the sync's end, when a hybrid engine's KV cache is asleep.
     """
 
     def __init__(self, llm: AsyncLLM, perturbed: bool, again: bool = False) -> None:
-        self._llm, self._perturbed, self._again = llm, perturbed, again
-        self._asked: asyncio.Task[Any] | None = None
+        self._llm = llm
+        self._perturbed = perturbed
+        self._again = again
+        self._check: asyncio.Task[Any] | None = None
 
     def weights_synced(self) -> None:
         """New weights are loaded."""
         if self._again:
-            self._asked = None
+            self._check = None
 
     async def passed(self) -> None:
         """Returns once the check has passed, or waits in a busy engine; raises vLLM's error with its message."""
-        if self._perturbed:
-            if self._asked is None:
-                self._asked = asyncio.create_task(self._llm.collective_rpc("perturbation_check"))
-            await asyncio.shield(self._asked)
+        if not self._perturbed:
+            return
+        if self._check is None:
+            self._check = asyncio.create_task(self._llm.collective_rpc("perturbation_check"))
+        # A request that is cancelled must not cancel the check, which other requests wait for.
+        await asyncio.shield(self._check)
 
 
 class PickUps:
@@ -46,38 +50,48 @@ class PickUps:
 
     def __init__(self, llm: AsyncLLM) -> None:
         self._llm = llm
-        self._asked: dict[str, asyncio.Future[Any]] = {}
+        self._waiting: dict[str, asyncio.Future[Any]] = {}
         self._calling: asyncio.Task[None] | None = None
 
     async def take(self, name: str) -> Any:
         """The worker's parts of a finished request, by the caller's id; RuntimeError if the buffer dropped them."""
-        self._asked[name] = asyncio.get_running_loop().create_future()
-        answer = self._asked[name]
+        parts = asyncio.get_running_loop().create_future()
+        self._waiting[name] = parts
         if self._calling is None or self._calling.done():
-            self._calling = asyncio.create_task(self._call())
-        return await answer
+            self._calling = asyncio.create_task(self._call_until_empty())
+        return await parts
 
-    async def _call(self) -> None:
-        while self._asked:
-            pending, self._asked = self._asked, {}
-            results: dict[str, Any] = {}
-            try:
-                taken = of_all_workers(await self._llm.collective_rpc("perturbation_take", args=(list(pending), None)))
-                for name, parts in taken.items():
-                    # The front end keeps a response's length until its record is taken; our callers have the response.
-                    taken_length(self._llm.output_processor, name)
-                    results[external_id(name)] = parts
-            except Exception as error:
-                results = dict.fromkeys(pending, error)
-            for name, answer in pending.items():
-                if answer.done():  # its caller was cancelled meanwhile
+    async def _call_until_empty(self) -> None:
+        while self._waiting:
+            pending = self._waiting
+            self._waiting = {}
+            results = await self._results(list(pending))
+            for name, parts in pending.items():
+                if parts.done():  # its caller was cancelled meanwhile
                     continue
-                gone = f"the record of request {name} is gone: the replay buffer dropped it. Raise its max_bytes."
-                result = results.get(name, RuntimeError(gone))
+                result = results[name]
                 if isinstance(result, Exception):
-                    answer.set_exception(result)
+                    parts.set_exception(result)
                 else:
-                    answer.set_result(result)
+                    parts.set_result(result)
+
+    async def _results(self, names: list[str]) -> dict[str, Any]:
+        """The parts of each request, or the error that its caller gets."""
+        try:
+            of_workers = of_all_workers(await self._llm.collective_rpc("perturbation_take", args=(names, None)))
+            results: dict[str, Any] = {}
+            for internal_name, parts in of_workers.items():
+                # The front end keeps a response's length until its record is taken; our callers have the response.
+                taken_length(self._llm.output_processor, internal_name)
+                results[external_id(internal_name)] = parts
+        except Exception as error:
+            return dict.fromkeys(names, error)
+        for name in names:
+            if name not in results:
+                results[name] = RuntimeError(
+                    f"the record of request {name} is gone: the replay buffer dropped it. Raise its max_bytes."
+                )
+        return results
 
 
 class Conversation:
@@ -88,33 +102,55 @@ class Conversation:
 
     Attributes:
         arguments: of its requests, for the engine.
-        trajectory: of all turns; None before the first.
-        followed: whether an unperturbed response is still to be requested.
         sampling: the run's parameters of drawing tokens, by vLLM's names, which its requests must have.
-        redrawn: whether the trainer draws the noise of its turns again, as a density does.
-        again: how often the latest request's prompt was asked before it.
+        needs_control: whether an unperturbed response is still to be requested.
+        trajectory: of all turns; None before the first.
+        repeats: how often the latest request's prompt was requested before it.
     """
 
-    def __init__(self, arguments: Mapping[str, Any], followed: bool = False) -> None:
-        self.arguments, self.followed = arguments, followed
-        self.unperturbed: UnperturbedAnswer | None = None
-        self.sampling: Mapping[str, Any] = {}
-        self.redrawn, self.again = False, 0
+    def __init__(
+        self,
+        arguments: Mapping[str, Any],
+        *,
+        sampling: Mapping[str, Any] | None = None,
+        needs_control: bool = False,
+        redrawn: bool = False,
+    ) -> None:
+        """``redrawn``: whether the trainer draws the noise of its turns again, as a density does."""
+        self.arguments = arguments
+        self.sampling = sampling or {}
+        self.needs_control = needs_control
         self.trajectory: FinishedTrajectory | None = None
+        self.repeats = 0
+        self._redrawn = redrawn
+        self._control: UnperturbedAnswer | None = None
         self._tokens = np.zeros(0, dtype=np.int64)
-        self._asked: Counter[bytes] = Counter()
+        self._requests: Counter[bytes] = Counter()
+
+    def claim_control(self) -> bool:
+        """Whether the caller is the one to request the control: True once, if :attr:`needs_control`."""
+        claimed = self.needs_control
+        self.needs_control = False
+        return claimed
+
+    def add_control(self, control: UnperturbedAnswer | None) -> None:
+        """Adds the unperturbed response, which leaves with the trajectory; None if there is none."""
+        self._control = control
 
     def go_on(self, tokens: Sequence[int]) -> None:
         """Keeps the record of tokens that are still there, in the next turn's prompt or in the whole conversation."""
         if self.trajectory is None:
             return
-        now, before = np.asarray(tokens, dtype=np.int64), self.trajectory
-        both = min(len(now), len(self._tokens))
-        changed = np.flatnonzero(now[:both] != self._tokens[:both])
-        length = int(changed[0]) if len(changed) else both
-        if length < len(self._tokens):
-            self._tokens, kept = self._tokens[:length], before.truncate(length)
-            self.trajectory = replace(kept, dropped=kept.dropped + len(before.record) - len(kept.record))
+        before = self.trajectory
+        now = np.asarray(tokens, dtype=np.int64)
+        shorter = min(len(now), len(self._tokens))
+        changed = np.flatnonzero(now[:shorter] != self._tokens[:shorter])
+        unchanged = int(changed[0]) if len(changed) else shorter
+        if unchanged < len(self._tokens):
+            kept = before.truncate(unchanged)
+            dropped_edits = len(before.record) - len(kept.record)
+            self._tokens = self._tokens[:unchanged]
+            self.trajectory = replace(kept, dropped=kept.dropped + dropped_edits)
 
     def earlier(self, prompt: Sequence[int]) -> ReplayRecord | None:
         """The record for a request's arguments, after :meth:`go_on` with its prompt.
@@ -122,38 +158,53 @@ class Conversation:
         A repeated prompt has its own draws. (Not if noise of earlier turns is drawn again: its seed is the record's.)
         """
         key = np.asarray(prompt, dtype=np.int64).tobytes()
-        self.again = self._asked[key]
-        self._asked[key] += 1
+        self.repeats = self._requests[key]
+        self._requests[key] += 1
         if self.trajectory is None:
             return None
         record = self.trajectory.record
-        if self.again and not (len(record) and (self.redrawn or record.sigma is not None)):
-            return replace(record, seed=seeds.trajectory_seed(record.seed, self.again))
+        draws_noise_again = len(record) and (self._redrawn or record.sigma is not None)
+        if self.repeats and not draws_noise_again:
+            return replace(record, seed=seeds.trajectory_seed(record.seed, self.repeats))
         return record
 
     def add(self, parts: Mapping[str, bytes], prompt: Sequence[int], tokens: Sequence[int], cached: int = 0) -> None:
         """Adds a turn, after :meth:`go_on` with its prompt; ``cached`` prompt tokens were in the prefix cache."""
         turn = cut_to_response(FinishedTrajectory.unpack(parts), len(tokens))
-        start, mask, before = len(prompt), turn.sampling_mask, self.trajectory
+        before = self.trajectory
+        start = len(prompt)
         log_probs = np.full(start + len(tokens), np.nan, dtype=np.float32)
         log_probs[start:] = turn.log_probs
-        dropped, prompted, experts = 0, start, turn.experts
+        sampling_mask = turn.sampling_mask
+        experts = turn.experts
+        dropped = 0
+        prompted = start
         if before is not None:
-            dropped, prompted, cached = before.dropped, prompted + before.prompted, cached + before.cached
+            dropped = before.dropped
+            prompted += before.prompted
+            cached += before.cached
             log_probs[: len(before.log_probs)] = before.log_probs
-            if mask is not None:
-                mask = require(before.sampling_mask, "the mask of earlier turns").joined(mask, turn=start)
+            if sampling_mask is not None:
+                earlier_mask = require(before.sampling_mask, "the mask of earlier turns")
+                sampling_mask = earlier_mask.joined(sampling_mask, turn=start)
             if experts is not None:  # a token of an earlier turn keeps the experts of its next token's draw
                 kept = require(before.experts, "the experts of earlier turns")
                 experts = np.concatenate([kept, experts[len(kept) :]])
-        counts = dropped, prompted, cached
-        self.trajectory = FinishedTrajectory(turn.record, log_probs, mask, *counts, experts=experts)
+        self.trajectory = FinishedTrajectory(
+            record=turn.record,
+            log_probs=log_probs,
+            sampling_mask=sampling_mask,
+            dropped=dropped,
+            prompted=prompted,
+            cached=cached,
+            experts=experts,
+        )
         self._tokens = np.asarray([*prompt, *tokens], dtype=np.int64)
 
     def finished(self, tokens: Sequence[int]) -> FinishedTrajectory:
         """The whole trajectory, fitted to the conversation's final tokens."""
         self.go_on(tokens)
-        return replace(require(self.trajectory, "the trajectory"), unperturbed=self.unperturbed)
+        return replace(require(self.trajectory, "the trajectory"), unperturbed=self._control)
 
 
 # ---- in a sample of a training batch: its trajectory and its two rounds, a dictionary of bytes --------------------
@@ -165,45 +216,70 @@ OURS = {*packing.PARTS, SECOND_ROUND}
 
 
 def unpack(side_inputs: Sequence[Any] | None) -> list[FinishedTrajectory | None]:
-    """The trajectories of a batch, None for a sample without one; ValueError for bytes that were cut or altered."""
-    return [FinishedTrajectory.unpack(each) if packing.RECORD in (each or ()) else None for each in side_inputs or ()]
+    """The trajectories of a batch, None for a sample without one; ValueError for bytes that were cut or altered.
+
+    The list is empty where the batch has no side inputs at all.
+    """
+    trajectories: list[FinishedTrajectory | None] = []
+    for entries in side_inputs or ():
+        has_record = entries is not None and packing.RECORD in entries
+        trajectories.append(FinishedTrajectory.unpack(entries) if has_record else None)
+    return trajectories
 
 
-def part_of_each(side_inputs: Sequence[Any] | None, batch: int, part: str, missing: str) -> list[Any]:
-    """A part of each sample's `FinishedTrajectory`; RuntimeError, with ``missing``, where one has none."""
-    parts = [getattr(trajectory, part, None) for trajectory in unpack(side_inputs) or [None] * batch]
-    without = [i for i, each in enumerate(parts) if each is None]
+def part_of_each(trajectories: Sequence[FinishedTrajectory | None], batch: int, part: str, missing: str) -> list[Any]:
+    """An attribute of each sample's trajectory; RuntimeError, with ``missing``, where one has none.
+
+    Args:
+        trajectories: as :func:`unpack` returns them.
+        batch: the number of samples.
+        part: the attribute's name.
+        missing: what the error says after "N of B samples".
+    """
+    parts = [getattr(trajectory, part, None) for trajectory in trajectories or [None] * batch]
+    without = [sample for sample, value in enumerate(parts) if value is None]
     if without or len(parts) != batch:
         count = len(without) or batch - len(parts)
         raise RuntimeError(f"{count} of {batch} samples {missing} The first: {without[:5]}.")
     return parts
 
 
-def records(side_inputs: Sequence[Any] | None, batch: int) -> list[ReplayRecord]:
+def records(trajectories: Sequence[FinishedTrajectory | None], batch: int) -> list[ReplayRecord]:
     """The replay records of a training batch, in order; a sample without a perturbed position has an empty one.
 
     Raises:
         RuntimeError: if a sample has none.
     """
-    missing = (
-        "have no replay record, so the model would be trained on inputs that the rollout did not see. Each sample of a"
-        " perturbed run has its record in mm_train_inputs: a custom executor must hand on what generate() returns."
+    return part_of_each(
+        trajectories,
+        batch,
+        part="record",
+        missing="have no replay record, so the model would be trained on inputs that the rollout did not see. Each"
+        " sample of a perturbed run has its record in mm_train_inputs: a custom executor must hand on what generate()"
+        " returns.",
     )
-    return part_of_each(side_inputs, batch, "record", missing)
 
 
-def routed(side_inputs: Sequence[Any] | None, batch: int) -> list[np.ndarray]:
-    """The experts of each sample of a batch, as of `FinishedTrajectory`."""
-    cause = "an agent drops mm_train_inputs from its response, or did not let generate() make it"
-    return part_of_each(side_inputs, batch, "experts", f"came without their experts (--replay.routing): {cause}.")
+def routed(trajectories: Sequence[FinishedTrajectory | None], batch: int) -> list[np.ndarray]:
+    """The experts of each sample of a batch, as of `FinishedTrajectory`; RuntimeError if a sample has none."""
+    return part_of_each(
+        trajectories,
+        batch,
+        part="experts",
+        missing="came without their experts (--replay.routing): an agent drops mm_train_inputs from its response, or"
+        " did not let generate() make it.",
+    )
 
 
 @dataclass(frozen=True)
 class TwoRounds:
-    """The two rounds of a sample's prompt: rewards of all responses, the first round's in front, (G + G',) float32.
+    """The two rounds of a sample's prompt.
 
-    ``place`` is this response's among them; ``log_probs`` is log π_old of its tokens given its round's prompt, (T,)
-    float32, and None in the first round with its prompt from the data.
+    Attributes:
+        rewards: of all responses, the first round's in front, (G + G',) float32.
+        place: of this response among them.
+        log_probs: log π_old of its tokens given its round's prompt, (T,) float32; None in the first round with its
+            prompt from the data.
     """
 
     rewards: np.ndarray
@@ -212,22 +288,30 @@ class TwoRounds:
 
     def pack(self) -> dict[str, bytes]:
         """As plain bytes with a checksum, like records."""
-        parts = [packing.varint(len(self.rewards)), packing.floats(self.rewards), packing.varint(self.place)]
-        parts.append(packing.varint(self.log_probs is not None))
+        parts = [
+            packing.varint(len(self.rewards)),
+            packing.floats(self.rewards),
+            packing.varint(self.place),
+            packing.varint(self.log_probs is not None),
+        ]
         if self.log_probs is not None:
             parts.append(packing.floats(self.log_probs))
         return {SECOND_ROUND: packing.sealed(parts, _VERSION)}
 
+    @classmethod
+    def unpack(cls, data: bytes) -> "TwoRounds":
+        """From the bytes of :meth:`pack`; ValueError for bytes that were cut or altered."""
+        reader = packing.unsealed(data, _VERSION, "a sample's two rounds")
+        rewards = reader.floats(reader.varint())
+        place = reader.varint()
+        has_log_probs = reader.varint()
+        return cls(rewards, place, log_probs=reader.all_floats() if has_log_probs else None)
+
 
 def two_rounds(side_inputs: Sequence[Any] | None, batch: int) -> list[TwoRounds | None]:
     """The two rounds of each sample of a batch, None if the first was enough."""
-    found: list[TwoRounds | None] = []
-    for entry in side_inputs or [None] * batch:
-        data = (entry or {}).get(SECOND_ROUND)
-        if data is None:
-            found.append(None)
-            continue
-        reader = packing.unsealed(data, _VERSION, "a sample's two rounds")
-        rewards, place = reader.floats(reader.varint()), reader.varint()
-        found.append(TwoRounds(rewards, place, reader.all_floats() if reader.varint() else None))
-    return found
+    rounds: list[TwoRounds | None] = []
+    for entries in side_inputs or [None] * batch:
+        data = (entries or {}).get(SECOND_ROUND)
+        rounds.append(None if data is None else TwoRounds.unpack(data))
+    return rounds

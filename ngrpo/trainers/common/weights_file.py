@@ -64,15 +64,17 @@ def load_weights_file(worker: Any, path: str) -> int:
 def reload_weights(runner: RunnerV1, weights: Iterable[tuple[str, Tensor]]) -> None:
     """Loads a checkpoint's weights into a model runner of vLLM, where CPU kernels multiply with packed copies.
 
-    `reload_weights` and not `load_weights`, since only the former restores the checkpoint's layout first. Of two that
-    it leaves unpacked in vLLM 0.29, a tied head, which is in no checkpoint, would keep the old weights, and experts
-    would be read as if they were packed.
+    vLLM's `load_weights` does not do: only `reload_weights` restores the checkpoint's layout first. In vLLM 0.29 that
+    leaves two kinds of modules unpacked, which are packed here. Otherwise a tied head, which is in no checkpoint, would
+    keep the old weights, and experts would be read as if they were packed.
     """
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
     runner.reload_weights(weights_iterator=iter(weights))
-    for module in runner.get_model().modules() if runner.device.type == "cpu" else ():
+    if runner.device.type != "cpu":
+        return
+    for module in runner.get_model().modules():
         if isinstance(module, ParallelLMHead) and hasattr(module, "cpu_linear"):
             module.quant_method.process_weights_after_loading(module)
         method = getattr(module, "quant_method", None)

@@ -13,127 +13,151 @@ from typing import Any
 import torch
 
 from ngrpo.config.run import current_run
-from ngrpo.machine.upstream.types import Experience
+from ngrpo.machine.upstream.types import Experience, Upstream
 from ngrpo.trainers.common import log_probs, sample_records, weights_file
 from ngrpo.trainers.common.policy_loss import CreditInLoss, RatioMeasure, TwoRoundsLoss
 from ngrpo.trainers.openrlhf import model_actors
+from ngrpo.trainers.openrlhf.experiences import marks_of
 from perturbations import UsageError, seeds
 from perturbations.replay.scope import ReplayStats
 
-_LOOK_UP = 32  # inputs with a look-up of the nearest token: of 20 steps the share is known to 0.02
-# Metrics that travel as a sum and a count per sample.
+_LOOK_UP = 32
+"""Inputs of a step whose nearest token is looked up: over 20 steps the share is then known to 0.02."""
+
 MEAN_METRICS = {
     f"perturbation/{name}": (f"perturbation/{name}_sum", f"perturbation/{name}_count")
     for name in ("shift", "left_anchor")
 }
+"""Metrics that are means over positions, each with the names of the sum and the count that travel per sample."""
 
 
-def actor_trainer(plain: Any) -> type:
-    """A subclass of `ActorPPOTrainer`; a run without a feature skips its line."""
+def actor_trainer(plain: type) -> type:
+    """The subclass of `ActorPPOTrainer`."""
+    return type(plain.__name__, (PerturbedActorTrainer, plain), {})
 
-    class PerturbedActorTrainer(plain):
-        """
-        Attributes:
-            policy_noise: σ and number of the next weight sync, set by the trainer.
-            gradient_norms: of a rollout's updates, by the number of updates that the actor then has had.
-        """
 
-        policy_noise = (0.0, 0)
-        gradient_norms: Mapping[int, float] = MappingProxyType({})
+class PerturbedActorTrainer(Upstream):
+    """What goes in front of `ActorPPOTrainer`; a run without a feature skips its line.
 
-        def ppo_train(self, *args: object, **kwargs: object) -> Any:
-            if current_run().reproducible:
-                # DeepSpeed's count of updates is part of a checkpoint: a resumed run continues with the same orders.
-                torch.manual_seed(seeds.trajectory_seed(self.args.train.seed, self.actor.model.global_steps))
+    Attributes:
+        policy_noise: σ and number of the next weight sync, set by the trainer.
+        gradient_norms: of a rollout's updates, by the number of updates that the actor then has had.
+    """
+
+    policy_noise = (0.0, 0)
+    gradient_norms: Mapping[int, float] = MappingProxyType({})
+
+    def ppo_train(self, *args: object, **kwargs: object) -> Any:
+        updates_before = self.actor.model.global_steps
+        if current_run().reproducible:
+            # DeepSpeed's count of updates is part of a checkpoint: a resumed run continues with the same orders.
+            torch.manual_seed(seeds.trajectory_seed(self.args.train.seed, updates_before))
+        self.gradient_norms = {}
+        status = super().ppo_train(*args, **kwargs)
+        steps = float(self.actor.model.global_steps - updates_before)
+        # Micro-batches before the first update still have the norm of the last rollout's update.
+        norms = [norm for update, norm in self.gradient_norms.items() if update > updates_before]
+        # Each optimizer step takes --train.batch_size responses, and an epoch takes each of them once.
+        responses = steps * self.args.train.batch_size / self.args.train.max_epochs
+        return {
+            **status,
+            "optimizer_steps": steps,
+            "zero_gradients": float(norms.count(0.0)),
+            "trained_responses": responses,
+            "trained_groups": responses / self.args.rollout.n_samples_per_prompt,
+        }
+
+    def training_step(self, experience: Experience, kl_ctl: float, step: int, *args: object) -> dict[str, Any]:
+        run = current_run()
+        side_inputs = experience.mm_train_inputs
+        upstream_loss = self.actor_loss_fn
+        loss = upstream_loss
+        credit = None
+        ratio = None
+        with ExitStack() as stack:  # the backward runs inside, so that a checkpointed forward replays again
+            if run.credit is not None and run.credit.acts_in_loss:
+                credit = CreditInLoss(
+                    run.credit,
+                    loss,
+                    advantages=experience.advantages,
+                    action_mask=experience.action_mask,
+                    attention_mask=experience.attention_mask,
+                    marks=marks_of(experience),
+                )
+                loss = credit
+                failed = f"--credit {run.credit.name} did not come into effect"
+                stack.enter_context(log_probs.override_log_probs(credit.look, failed, fix="Take that path out."))
+            if run.second_round is not None and not run.second_round.refines:
+                carried = sample_records.two_rounds(side_inputs, len(experience.action_mask))
+                loss = TwoRoundsLoss(run.second_round, loss, carried, experience.action_mask)
+            stats, action_densities = stack.enter_context(
+                model_actors.replayed(
+                    self.actor,
+                    side_inputs,
+                    experience.attention_mask,
+                    experience.advantages,
+                    # A pass over the vocabulary is worth its time once per step, not in every micro-batch.
+                    look_up=_LOOK_UP if step == 0 else 0,
+                )
+            )
+            if run.perturbation is not None:
+                ratio = RatioMeasure(loss, action_densities)
+                loss = ratio
+            self.actor_loss_fn = loss
+            try:
+                result = super().training_step(experience, kl_ctl, step, *args)
+            finally:
+                self.actor_loss_fn = upstream_loss
+        metrics = result["metrics"]
+        weights = result["weights"]
+        if "actor_grad_norm" in metrics:
             updates = self.actor.model.global_steps
-            self.gradient_norms = {}
-            status = super().ppo_train(*args, **kwargs)
-            steps = float(self.actor.model.global_steps - updates)
-            # Micro-batches before the first update still have the norm of the last rollout's update.
-            norms = [norm for update, norm in self.gradient_norms.items() if update > updates]
-            # Each optimizer step takes --train.batch_size responses, and an epoch takes each of them once.
-            responses = steps * self.args.train.batch_size / self.args.train.max_epochs
-            groups = responses / self.args.rollout.n_samples_per_prompt
-            return {
-                **status,
-                "optimizer_steps": steps,
-                "zero_gradients": float(norms.count(0.0)),
-                "trained_responses": responses,
-                "trained_groups": groups,
-            }
+            self.gradient_norms = {**self.gradient_norms, updates: metrics["actor_grad_norm"]}
+        if credit is not None:
+            metrics["credit/in_loss"] = credit.share
+            weights["credit/in_loss"] = "token"
+        if ratio is not None:
+            metrics["perturbation/ratio_mean"] = ratio.mean
+            weights["perturbation/ratio_mean"] = "token"
+        if stats is not None:
+            sums = replay_sums(stats, len(experience.sequences))
+            metrics |= sums
+            weights |= dict.fromkeys(sums, "sample")
+        return result
 
-        def training_step(self, experience: Experience, kl_ctl: float, step: int, *args: object) -> dict[str, Any]:
-            run, side_inputs = current_run(), experience.mm_train_inputs
-            upstream_loss = loss = self.actor_loss_fn
-            credit = ratio = None
-            with ExitStack() as stack:  # the backward runs inside, so that a checkpointed forward replays again
-                if run.credit is not None and run.credit.acts_in_loss:
-                    masks = experience.action_mask, experience.attention_mask
-                    # The marks are in a field of which OpenRLHF makes no use after the advantages.
-                    loss = credit = CreditInLoss(run.credit, loss, experience.advantages, masks, experience.kl)
-                    failed = f"--credit {run.credit.name} did not come into effect"
-                    stack.enter_context(log_probs.override_log_probs(credit.look, failed, "Take that path out."))
-                if run.second_round is not None and not run.second_round.refines:
-                    carried = sample_records.two_rounds(side_inputs, len(experience.action_mask))
-                    loss = TwoRoundsLoss(run.second_round, loss, carried, experience.action_mask)
-                # A pass over the vocabulary is worth its time once per step, not in every micro-batch.
-                look_up = _LOOK_UP if step == 0 else 0
-                given = side_inputs, experience.attention_mask, experience.advantages
-                stats, found = stack.enter_context(model_actors.replayed(self.actor, *given, look_up=look_up))
-                if run.perturbation is not None:
-                    loss = ratio = RatioMeasure(loss, found)
-                self.actor_loss_fn = loss
-                try:
-                    result = super().training_step(experience, kl_ctl, step, *args)
-                finally:
-                    self.actor_loss_fn = upstream_loss
-            if "actor_grad_norm" in result["metrics"]:
-                norms = {self.actor.model.global_steps: result["metrics"]["actor_grad_norm"]}
-                self.gradient_norms = {**self.gradient_norms, **norms}
-            if credit is not None:
-                result["metrics"]["credit/in_loss"], result["weights"]["credit/in_loss"] = credit.share, "token"
-            if ratio is not None:
-                result["metrics"]["perturbation/ratio_mean"] = ratio.mean
-                result["weights"]["perturbation/ratio_mean"] = "token"
-            if stats is not None:
-                sums = replay_sums(stats, len(experience.sequences))
-                result["metrics"] |= sums
-                result["weights"] |= dict.fromkeys(sums, "sample")
-            return result
+    def _init_vllm_sync_group(self, backend: str) -> None:
+        if not syncs_by_file():
+            super()._init_vllm_sync_group(backend)
+        elif backend == "nccl":
+            raise UsageError("--vllm.sync_backend nccl needs CUDA; the CPU profile uses gloo.")
 
-        def _init_vllm_sync_group(self, backend: str) -> None:
-            if not syncs_by_file():
-                super()._init_vllm_sync_group(backend)
-            elif backend == "nccl":
-                raise UsageError("--vllm.sync_backend nccl needs CUDA; the CPU profile uses gloo.")
+    def broadcast_to_vllm(self) -> None:
+        run = current_run()
+        noise = nullcontext()
+        scale, sync = self.policy_noise
+        if run.policy_noise is not None and scale:
+            # Parameters have noise while they are sent, and lose it again to the bit: every engine and every
+            # tensor-parallel rank gets the same ones.
+            parameters = dict(model_actors.model_of(self.actor).named_parameters())
+            noise = run.policy_noise.added(parameters, scale, sync)
+        with noise:
+            if syncs_by_file():
+                self.hand_over_weights()
+            else:
+                super().broadcast_to_vllm()
 
-        def broadcast_to_vllm(self) -> None:
-            run, noise = current_run(), nullcontext()
-            scale, sync = self.policy_noise
-            if run.policy_noise is not None and scale:
-                # Parameters have noise while they are sent, and lose it again to the bit: every engine and every
-                # tensor-parallel rank gets the same ones.
-                noise = run.policy_noise.added(dict(model_actors.model_of(self.actor).named_parameters()), scale, sync)
-            with noise:
-                if syncs_by_file():
-                    self.hand_over_weights()
-                else:
-                    super().broadcast_to_vllm()
+    def hand_over_weights(self) -> None:
+        """A weight sync without NCCL: every rank takes part, rank 0 writes a file and calls the engines."""
+        import ray
 
-        def hand_over_weights(self) -> None:
-            """A weight sync without NCCL: every rank takes part, rank 0 writes a file and calls the engines."""
-            import ray
-
-            rank_zero = torch.distributed.get_rank() == 0
-            weights = gathered(self, keep=rank_zero)
-            if rank_zero:
-                if self.strategy.args.vllm.enable_prefix_caching:
-                    ray.get([engine.reset_prefix_cache.remote() for engine in self.vllm_engines])
-                with weights_file.written(weights) as path:
-                    ray.get([engine.load_weights_file.remote(path) for engine in self.vllm_engines])
-            torch.distributed.barrier()
-
-    return PerturbedActorTrainer
+        is_rank_zero = torch.distributed.get_rank() == 0
+        weights = gathered(self, keep=is_rank_zero)
+        if is_rank_zero:
+            if self.strategy.args.vllm.enable_prefix_caching:
+                ray.get([engine.reset_prefix_cache.remote() for engine in self.vllm_engines])
+            with weights_file.written(weights) as path:
+                ray.get([engine.load_weights_file.remote(path) for engine in self.vllm_engines])
+        torch.distributed.barrier()
 
 
 def syncs_by_file() -> bool:
@@ -142,25 +166,32 @@ def syncs_by_file() -> bool:
 
 
 def replay_sums(stats: ReplayStats, batch: int) -> dict[str, torch.Tensor]:
-    """Sums per sample, which OpenRLHF averages over samples; two of :data:`MEAN_METRICS` give a mean over positions."""
-    sums = (stats.shift_sum(), stats.count(), int(sum(stats.left_anchor)), int(sum(stats.looked_at)))
-    keys = (key for pair in MEAN_METRICS.values() for key in pair)
-    return {key: torch.tensor(value / batch) for key, value in zip(keys, sums)}
+    """The sums and counts of :data:`MEAN_METRICS` per sample, which OpenRLHF averages over samples.
+
+    The quotient of two such averages is a mean over positions.
+    """
+    sums = {
+        "perturbation/shift_sum": stats.shift_sum(),
+        "perturbation/shift_count": stats.count(),
+        "perturbation/left_anchor_sum": int(sum(stats.left_anchor)),
+        "perturbation/left_anchor_count": int(sum(stats.looked_at)),
+    }
+    return {name: torch.tensor(value / batch) for name, value in sums.items()}
 
 
 def gathered(trainer: Any, keep: bool) -> dict[str, torch.Tensor]:
-    """The actor's parameters on rank 0 (`keep`); empty on other ranks."""
+    """The actor's parameters on the rank with ``keep``; empty on other ranks, which take part in gathering."""
     import deepspeed
 
-    sharded = trainer.strategy.args.ds.zero_stage == 3
+    is_sharded = trainer.strategy.args.ds.zero_stage == 3
     only_trainable = getattr(trainer.actor, "is_vlm", False)
     weights: dict[str, torch.Tensor] = {}
     for name, parameter in trainer.actor.model.module.named_parameters():
         if only_trainable and not parameter.requires_grad:
             continue
-        with deepspeed.zero.GatheredParameters([parameter], enabled=sharded):
+        with deepspeed.zero.GatheredParameters([parameter], enabled=is_sharded):
             if keep:
-                # A gathered ZeRO-3 parameter is freed on exit, hence the copy there.
                 tensor = parameter.detach()
-                weights[name] = tensor.clone() if sharded else tensor.contiguous()
+                # A gathered ZeRO-3 parameter is freed at the end of this context, so it is copied.
+                weights[name] = tensor.clone() if is_sharded else tensor.contiguous()
     return weights

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ngrpo.config.run import current_run
 from ngrpo.machine.storage.parameters_file import attach
 from ngrpo.machine.upstream.patch import around
-from ngrpo.machine.upstream.types import DeepspeedStrategy
+from ngrpo.machine.upstream.types import DeepspeedStrategy, Upstream
 from ngrpo.trainers.common import policy_loss, sample_records
 from ngrpo.trainers.common.log_probs import Densities, corrected, densities, no_overrides
 from ngrpo.trainers.common.replay_check import check_replay
@@ -25,56 +25,44 @@ from perturbations.errors import require
 from perturbations.parameters import attached, freeze
 from perturbations.replay.routing import RoutingScope, routers
 from perturbations.replay.scope import LastHidden, ReplayScope, ReplayStats
+from perturbations.replay.trajectory import FinishedTrajectory
 
 
 def policy_model_actor(plain: type) -> type:
-    """A subclass of `PolicyModelActor`: its log-probabilities, PPO's old ones, are those of the replayed history."""
-
-    class ReplayingPolicyActor(_Replaying, plain):  # type: ignore[misc, valid-type]
-        is_policy, model_attribute = True, "actor"
-
-        def init_model_from_pretrained(self, *args: object, **kwargs: object) -> None:
-            super().init_model_from_pretrained(*args, **kwargs)
-            if current_run().replay_routing:
-                routers(model_of(self.actor))  # a model without replayable routers is an error now
-            noise = current_run().policy_noise
-            if noise is not None:
-                # A model without weights for the noise is an error now: a dry run may not have seen the model.
-                noise.selected(name for name, _ in model_of(self.actor).named_parameters())
-
-        def set_policy_noise(self, scale: float, sync: int) -> None:
-            """The noise of the next weight sync."""
-            self.trainer.policy_noise = (scale, sync)
-
-    return ReplayingPolicyActor
+    """The subclass of `PolicyModelActor`: its log-probabilities, PPO's old ones, are those of the replayed history."""
+    return type(plain.__name__, (ReplayingPolicyActor, plain), {})
 
 
 def reference_model_actor(plain: type) -> type:
-    """A subclass of `ReferenceModelActor`: the same history, through its own embedding."""
-
-    class ReplayingReferenceActor(_Replaying, plain):  # type: ignore[misc, valid-type]
-        is_policy, model_attribute = False, "model"
-
-    return ReplayingReferenceActor
+    """The subclass of `ReferenceModelActor`: the same history, through its own embedding."""
+    return type(plain.__name__, (ReplayingReferenceActor, plain), {})
 
 
-class _Replaying:
-    """A model actor with a forward that replays; a run without a feature skips its line."""
+class _Replaying(Upstream):
+    """A model actor with a forward that replays; a run without a feature skips its line.
+
+    Attributes:
+        is_policy: whether it is the policy's actor, which keeps values of its forwards for the experience maker.
+        model_attribute: under which OpenRLHF's actor has its ``Actor``.
+    """
 
     is_policy: bool
     model_attribute: str
     _is_checked = False
+    # What the forwards kept: the kind of value, and the values of one batch.
     _kept: tuple[tuple[str, Tensor], ...] = ()
 
     def forward(
         self, sequences: Tensor, action_mask: Tensor | None = None, attention_mask: Tensor | None = None, **kwargs: Any
     ) -> Any:
-        run, model = current_run(), getattr(self, self.model_attribute)
+        run = current_run()
+        model = getattr(self, self.model_attribute)
         side_inputs = kwargs.get("mm_train_inputs_list")
         if run.perturbation is not None and not self._is_checked:
             check_replay(model_of(model), self.unperturbed_log_probs)
             self._is_checked = True
-        entropies, hidden = [], None
+        entropies: list[Tensor] = []
+        hidden = None
         with ExitStack() as stack:
             if run.credit is not None and self.is_policy:
                 entropies = stack.enter_context(_kept_entropies(model))
@@ -84,14 +72,19 @@ class _Replaying:
                 stack.enter_context(hidden())
             replay = replayed(model, side_inputs, require(attention_mask, "attention_mask"), measure=False)
             _, action_densities = stack.enter_context(replay)
-            log_probs = super().forward(sequences, action_mask, attention_mask, **kwargs)  # type: ignore[misc]
+            log_probs = super().forward(sequences, action_mask, attention_mask, **kwargs)
             if action_densities is not None and self.is_policy:
-                self._kept = (*self._kept, ("token_log_probs", action_densities.token_log_probs(log_probs)))
+                self._keep("token_log_probs", action_densities.token_log_probs(log_probs))
             if hidden is not None:
-                masks = require(action_mask, "action_mask"), require(attention_mask, "attention_mask")
-                means = mean_hidden(hidden, *masks, packed=getattr(model, "packing_samples", False))
-                self._kept = (*self._kept, ("mean_hidden", means))
-        self._kept = (*self._kept, *(("token_entropies", part) for part in entropies))
+                means = mean_hidden(
+                    hidden,
+                    require(action_mask, "action_mask"),
+                    require(attention_mask, "attention_mask"),
+                    packed=getattr(model, "packing_samples", False),
+                )
+                self._keep("mean_hidden", means)
+        for of_batch in entropies:
+            self._keep("token_entropies", of_batch)
         return log_probs
 
     def unperturbed_log_probs(
@@ -100,18 +93,51 @@ class _Replaying:
         """log π without perturbed inputs or an override, by OpenRLHF's own forward; ``experts``: of each sample."""
         with ExitStack() as stack:
             stack.enter_context(no_overrides())
-            if any(each is not None for each in experts):
+            if any(of_sample is not None for of_sample in experts):
                 model = model_of(getattr(self, self.model_attribute))
                 stack.enter_context(RoutingScope(model)(experts, attention_mask))
-            return super().forward(sequences, action_mask, attention_mask)  # type: ignore[misc]
+            return super().forward(sequences, action_mask, attention_mask)
 
     def hand_over(self, what: str) -> list[Tensor]:
-        """What the forwards since the last call kept.
+        """What the forwards since the last call kept, a tensor for each batch.
 
-        The tokens' own log π (with a density), entropies (for a credit), or mean hidden states (for an advantage).
+        Args:
+            what: ``token_log_probs``, the tokens' own log π (with a density); ``token_entropies`` (for a credit); or
+                ``mean_hidden``, mean hidden states (for an advantage).
         """
-        kept, self._kept = self._kept, tuple(entry for entry in self._kept if entry[0] != what)
-        return [part for name, part in kept if name == what]
+        handed_over = [values for kind, values in self._kept if kind == what]
+        self._kept = tuple((kind, values) for kind, values in self._kept if kind != what)
+        return handed_over
+
+    def _keep(self, what: str, values: Tensor) -> None:
+        self._kept = (*self._kept, (what, values))
+
+
+class ReplayingPolicyActor(_Replaying):
+    """What goes in front of `PolicyModelActor`."""
+
+    is_policy = True
+    model_attribute = "actor"
+
+    def init_model_from_pretrained(self, *args: object, **kwargs: object) -> None:
+        super().init_model_from_pretrained(*args, **kwargs)
+        if current_run().replay_routing:
+            routers(model_of(self.actor))  # a model without replayable routers is an error now
+        noise = current_run().policy_noise
+        if noise is not None:
+            # A model without weights for the noise is an error now: a dry run may not have seen the model.
+            noise.selected(name for name, _ in model_of(self.actor).named_parameters())
+
+    def set_policy_noise(self, scale: float, sync: int) -> None:
+        """The noise of the next weight sync."""
+        self.trainer.policy_noise = (scale, sync)
+
+
+class ReplayingReferenceActor(_Replaying):
+    """What goes in front of `ReferenceModelActor`."""
+
+    is_policy = False
+    model_attribute = "model"
 
 
 @contextmanager
@@ -126,24 +152,36 @@ def replayed(
 ) -> Iterator[tuple[ReplayStats | None, Densities | None]]:
     """The forward of OpenRLHF's ``Actor`` in this context is over the rollout's inputs, experts and sets of tokens.
 
+    Each sample's bytes are unpacked here, once for all that reads them.
+
     Args:
         actor: its model is replayed.
         side_inputs: of the samples of the batch.
         mask: the attention mask, a tensor (B, T).
         advantages: as of :class:`Densities`.
         measure, look_up: as of :class:`ReplayScope`.
+
+    Yields:
+        Measures of the replay, and the densities of the forward; None in a run without them.
     """
-    run, stats, found = current_run(), None, None
+    run = current_run()
+    stats = None
+    action_densities = None
+    trajectories: list[FinishedTrajectory | None] = []
+    if run.perturbation is not None or run.has_side_records:
+        trajectories = sample_records.unpack(side_inputs)
     with ExitStack() as stack:
         if run.sampling.correct_mask:
-            stack.enter_context(corrected(side_inputs, mask))
+            stack.enter_context(corrected(trajectories, mask))
         if run.replay_routing:
-            stack.enter_context(RoutingScope(model_of(actor))(sample_records.routed(side_inputs, len(mask)), mask))
+            experts = sample_records.routed(trajectories, len(mask))
+            stack.enter_context(RoutingScope(model_of(actor))(experts, mask))
         if run.perturbation is not None:
             scope = replay_scope(actor, run.perturbation, measure, look_up)
-            stats = stack.enter_context(scope(sample_records.records(side_inputs, len(mask)), mask))
-            found = stack.enter_context(densities(scope, actor.temperature, advantages))
-        yield stats, found
+            records = sample_records.records(trajectories, len(mask))
+            stats = stack.enter_context(scope(records, mask))
+            action_densities = stack.enter_context(densities(scope, actor.temperature, advantages))
+        yield stats, action_densities
 
 
 def replay_scope(actor: Any, perturbation: Perturbation, measure: bool = True, look_up: int = 0) -> ReplayScope:
@@ -155,24 +193,35 @@ def replay_scope(actor: Any, perturbation: Perturbation, measure: bool = True, l
     return ReplayScope(model.get_input_embeddings(), measure, attached(model), perturbation, look_up, hidden=hidden)
 
 
-def kept_by_actors(maker: Any, what: str, own: Sequence[Tensor]) -> list[Tensor]:
-    """What the actors kept of each batch, as of :meth:`hand_over`: tensors with the first dimensions of ``own``."""
+def kept_by_actors(maker: Any, what: str, like: Sequence[Tensor]) -> list[Tensor]:
+    """What the actors kept of each batch of a step, as of :meth:`_Replaying.hand_over`.
+
+    Args:
+        maker: OpenRLHF's experience maker.
+        what: the kind of value.
+        like: a tensor for each batch, which the first dimensions of the kept one must have.
+    """
     import ray
 
     args = maker.strategy.args
-    copies = args.ds.ring_attn_size * args.ds.tensor_parallel_size  # actors that were given the same batches
-    by_actor = ray.get(maker.actor_model_group.async_run_method(method_name="hand_over", what=what)[::copies])
-    batches = [batch for of_actor in by_actor for batch in of_actor]
-    if [part.shape[: own[0].dim()] for part in batches] != [part.shape for part in own]:
-        counts = f"the actors kept {len(batches)} batches, {len(own)} were made"
-        raise RuntimeError(f"{what}: {counts}: their order is not that of OpenRLHF 0.11.2's async_run_method_batch.")
+    # So many actors in a row were given the same batches.
+    copies = args.ds.ring_attn_size * args.ds.tensor_parallel_size
+    references = maker.actor_model_group.async_run_method(method_name="hand_over", what=what)
+    batches = [batch for of_actor in ray.get(references[::copies]) for batch in of_actor]
+    dimensions = like[0].dim()
+    if [batch.shape[:dimensions] for batch in batches] != [tensor.shape for tensor in like]:
+        raise RuntimeError(
+            f"{what}: the actors kept {len(batches)} batches, {len(like)} were made: their order is not that of"
+            " OpenRLHF 0.11.2's async_run_method_batch."
+        )
     return batches
 
 
 @contextmanager
 def _kept_entropies(model: Any) -> Iterator[list[Tensor]]:
     """The entropies of the forwards of OpenRLHF's ``Actor`` in this context, (B, A) each."""
-    original, entropies = model.forward, []
+    original = model.forward
+    entropies: list[Tensor] = []
 
     def forward(*inputs: object, **options: object) -> Any:
         log_probs, output = original(*inputs, return_output=True, return_entropy=True, **options)
@@ -190,9 +239,12 @@ def mean_hidden(hidden: LastHidden, action_mask: Tensor, attention_mask: Tensor,
     """The mean last hidden state over each response's trained tokens, (B, D) float32 on the CPU."""
     shape = (1, int(attention_mask.sum())) if packed else tuple(attention_mask.shape)
     # The rows that chose the tokens; the tokens' own are the next ones.
-    rows, sample = policy_loss.rows_of_tokens(action_mask, attention_mask, shape)
-    of_response = [rows[sample == i] + 1 for i in range(len(action_mask))]
-    return torch.stack([hidden.at(own, math.prod(shape)).float().mean(0).cpu() for own in of_response]).detach()
+    rows, samples = policy_loss.rows_of_tokens(action_mask, attention_mask, shape)
+    means = []
+    for sample in range(len(action_mask)):
+        states = hidden.at(rows[samples == sample] + 1, math.prod(shape))
+        means.append(states.float().mean(0).cpu())
+    return torch.stack(means).detach()
 
 
 def model_of(actor: Any) -> Any:
@@ -209,12 +261,14 @@ def merge_mm_train_inputs(
 ) -> Any:
     """`merge_mm_train_inputs`, meant for images: a multimodal model's forward does not get our entries."""
 
-    def theirs(entry: Any) -> Any:
+    def without_ours(entry: Any) -> Any:
         if isinstance(entry, list):
-            return [theirs(one) for one in entry]
-        return {name: value for name, value in (entry or {}).items() if name not in sample_records.OURS} or None
+            return [without_ours(nested) for nested in entry]
+        if entry is None:
+            return None
+        return {name: value for name, value in entry.items() if name not in sample_records.OURS} or None
 
-    return original([theirs(entry) for entry in mm_train_inputs_list], device)
+    return original([without_ours(entry) for entry in mm_train_inputs_list], device)
 
 
 # ---- parameters of a perturbation --------------------------------------------------------------------------------
@@ -247,30 +301,48 @@ def get_model_parameters(
     if module is None:
         return raw, groups
     perturbation = require(current_run().perturbation, "--perturbation")
-    rates = {id(p): perturbation.learning_rate(name) for name, p in module.named_parameters() if p.requires_grad}
+    rates: dict[int, float | None] = {}
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad:
+            rates[id(parameter)] = perturbation.learning_rate(name)
     if all(rate is None for rate in rates.values()):
         return raw, groups
     if not all(isinstance(group, dict) for group in groups):
-        subject = f"perturbation {perturbation.name!r} has its own learning rates"
-        raise ValueError(f"{subject}, which need --actor.optim adam. Use it, or set them to none.")
+        raise ValueError(
+            f"perturbation {perturbation.name!r} has its own learning rates, which need --actor.optim adam. Use it, or"
+            " set them to none."
+        )
     return raw, separate(groups, rates)
 
 
 def separate(groups: list[dict[str, Any]], rates: dict[int, float | None]) -> list[dict[str, Any]]:
     """An optimizer's parameter groups without the parameters that have a rate, by ``id``; then one group per rate."""
-    remaining, by_rate = [], {}
+    remaining: list[dict[str, Any]] = []
+    by_rate: dict[float, dict[str, Any]] = {}
     for group in groups:
+        without_rate = []
         for parameter in group["params"]:
             rate = rates.get(id(parameter))
-            if rate is not None:
-                by_rate.setdefault(rate, {**group, "params": [], "lr": rate})["params"].append(parameter)
-        rest = [p for p in group["params"] if rates.get(id(p)) is None]
-        if rest or not group["params"]:
-            remaining.append({**group, "params": rest})
+            if rate is None:
+                without_rate.append(parameter)
+                continue
+            if rate not in by_rate:
+                by_rate[rate] = {**group, "params": [], "lr": rate}
+            by_rate[rate]["params"].append(parameter)
+        # A group that was empty before stays.
+        if without_rate or not group["params"]:
+            remaining.append({**group, "params": without_rate})
     return remaining + list(by_rate.values())
 
 
 @around
-def moving_average(original: Callable[..., None], *args: object) -> None:
-    """`DeepspeedStrategy.moving_average` on a CPU: the actor's last argument is "cuda" (`--train.enable_ema`)."""
-    original(*args[:-1], "cpu")
+def moving_average(
+    original: Callable[..., None],
+    self: DeepspeedStrategy,
+    model: nn.Module,
+    model_ema: nn.Module,
+    beta: float = 0.992,
+    device: str = "cpu",
+) -> None:
+    """`DeepspeedStrategy.moving_average` on a CPU: the actor passes the device "cuda" (`--train.enable_ema`)."""
+    original(self, model, model_ema, beta, "cpu")

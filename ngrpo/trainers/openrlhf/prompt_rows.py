@@ -10,8 +10,12 @@ from ngrpo.machine.upstream.patch import around
 from ngrpo.machine.upstream.types import DeepspeedStrategy
 from perturbations.errors import UsageError, require
 
-Place = tuple[int, int]
-"""Where a row is: the number of its source, and its number there."""
+
+class Place(NamedTuple):
+    """Where a row is: the number of its source, and its number there."""
+
+    source: int
+    row: int
 
 
 class Source(NamedTuple):
@@ -48,12 +52,14 @@ class PromptRows:
     def __iter__(self) -> Iterator[Row]:
         """The rows; ``UsageError`` for one without a value, since a start looks at a file's first 100,000 rows only."""
         columns = [column for column in (self._input_key, self._label_key) if column]
-        for source, number in self._places:
-            row = dict(self._sources[source].rows[number])
+        for place in self._places:
+            source = self._sources[place.source]
+            row = dict(source.rows[place.row])
             for column in columns:
                 if is_nothing(row.get(column)):
-                    subject = f"{self._sources[source].subject}: row {number + 1} has no {column!r}"
-                    raise UsageError(f"{subject}. Give it one, or leave the row out.")
+                    raise UsageError(
+                        f"{source.subject}: row {place.row + 1} has no {column!r}. Give it one, or leave the row out."
+                    )
             if self._label_key:
                 row[self._label_key] = label_of(row[self._label_key])
             yield row
@@ -85,7 +91,7 @@ def blending_datasets(
         else:
             rows = original(name, None, strategy, max_count=max_count, dataset_split=dataset_split)
         sources.append(Source(f"{flag} {name}", rows))
-    places = [(source, number) for source, held in enumerate(sources) for number in range(len(held.rows))]
+    places = [Place(number, row) for number, source in enumerate(sources) for row in range(len(source.rows))]
     if probabilities is not None:
         shares = [float(share) for share in probabilities.split(",")]
         places = _interleaved(places, len(sources), shares, seed, stopping_strategy)
@@ -98,9 +104,9 @@ def _interleaved(
     """Places in the order in which `datasets` draws rows by ``--data.prompt_probs``; the draw needs no content."""
     from datasets import Dataset, interleave_datasets
 
-    numbered = [
-        Dataset.from_list([{"source": source, "row": row} for source, row in places if source == number])
-        for number in range(sources)
-    ]
+    numbered = []
+    for number in range(sources):
+        rows = [{"source": place.source, "row": place.row} for place in places if place.source == number]
+        numbered.append(Dataset.from_list(rows))
     drawn = interleave_datasets(numbered, probabilities=shares, seed=seed, stopping_strategy=stopping_strategy)
-    return list(zip(drawn["source"], drawn["row"], strict=True))
+    return [Place(source, row) for source, row in zip(drawn["source"], drawn["row"], strict=True)]

@@ -2,8 +2,8 @@
 """Rewards: every response has one finite reward and one finite score, wherever they come from.
 
 A reward function or server that fails, hangs or gives something else ends the run with its prompt and response.
-OpenRLHF 0.11.2 logs such an error in one line, continues with None for a reward and fails later; for a function that
-hangs it waits. Of a list or an array it makes a reward of shape (1, 1).
+OpenRLHF 0.11.2 logs such an error in one line, continues with None for a reward and fails later. It waits for a
+function that hangs, and makes a reward of shape (1, 1) of a list or an array.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -31,9 +31,11 @@ class CheckedExecutor:
         self._source: CheckedReward | CheckedServers | None = None
         addresses = getattr(executor, "reward_endpoints", None)
         if getattr(executor, "reward_func", None) is not None:
-            self._source = executor.reward_func = CheckedReward(executor.reward_func)
+            self._source = CheckedReward(executor.reward_func)
+            executor.reward_func = self._source
         elif addresses:
-            self._source = executor._fetch_rewards_via_http = CheckedServers(addresses)
+            self._source = CheckedServers(addresses)
+            executor._fetch_rewards_via_http = self._source
 
     async def execute(self, **kwargs: object) -> dict[str, Any]:
         """As the wrapped executor's.
@@ -43,7 +45,7 @@ class CheckedExecutor:
         """
         response = await self.executor.execute(**kwargs)
         if self._source is not None:
-            self._source.raise_failure()
+            self._source.raise_failure()  # which OpenRLHF has swallowed
         return {**response, **_numbers_of_agent(self.executor, response)}
 
 
@@ -82,7 +84,7 @@ class CheckedReward(_Source):
 
 
 class CheckedServers(_Source):
-    """OpenRLHF's requests to reward servers, in turns, each answer checked as a reward function's result is."""
+    """OpenRLHF's requests to reward servers, in turns. A server's answer is checked like a reward function's result."""
 
     def __init__(self, addresses: Sequence[str]) -> None:
         from openrlhf.utils.agent import SingleTurnAgentExecutor
@@ -94,8 +96,8 @@ class CheckedServers(_Source):
         """The next server's answer to one query, with floats."""
         address, client = next(self._clients)
         try:
-            answers = await client._fetch_rewards_via_http(queries, prompts, labels)
-            return [reward_calls.with_floats(answer) for answer in answers]
+            results = await client._fetch_rewards_via_http(queries, prompts, labels)
+            return [reward_calls.with_floats(result) for result in results]
         except ValueError as error:
             fault = f"answered {error}"
         except Exception as error:
@@ -109,24 +111,24 @@ def _numbers_of_agent(executor: object, response: Mapping[str, Any]) -> dict[str
     Raises:
         RewardFailed: for an agent's reward or score that is not one finite number.
     """
+    numbers = {}
     try:
-        return {
-            name: reward_calls.one_number(name, response[name])
-            for name in ("reward", "scores")
-            if response.get(name) is not None
-        }
+        for name in ("reward", "scores"):
+            if response.get(name) is not None:
+                numbers[name] = reward_calls.one_number(name, response[name])
     except ValueError as error:
         raise RewardFailed(
             f"{type(executor).__name__} returned {error}.\n  prompt: {short(str(response.get('prompt')))}\n"
             "An agent must give each response one finite number, such as 0 for one that it cannot read."
         ) from None
+    return numbers
 
 
 def responses(tokenizer: PreTrainedTokenizerBase, experience: Experience) -> list[str]:
     """The generated texts of a batch of OpenRLHF's experiences."""
     # Entry t of the mask is of token t + 1.
-    pairs = zip(experience.sequences[:, 1:], experience.action_mask.bool())
-    return [str(tokenizer.decode(tokens[mask], skip_special_tokens=True)) for tokens, mask in pairs]
+    samples = zip(experience.sequences[:, 1:], experience.action_mask.bool())
+    return [str(tokenizer.decode(tokens[mask], skip_special_tokens=True)) for tokens, mask in samples]
 
 
 def check_step(tokenizer: PreTrainedTokenizerBase, experiences: Sequence[Experience]) -> None:
@@ -137,7 +139,8 @@ def check_step(tokenizer: PreTrainedTokenizerBase, experiences: Sequence[Experie
             for another number of rewards than responses.
     """
     for experience in experiences:
-        rewards, count = experience.rewards, len(experience.prompts)
+        rewards = experience.rewards
+        count = len(experience.prompts)
         if rewards.numel() != count:
             raise UsageError(
                 f"{count} responses have rewards of shape {tuple(rewards.shape)}; one number for each is needed. Use a"
@@ -168,12 +171,18 @@ def refuse_untrained(samples: Sequence[Experience]) -> None:
 def cut_prompts(tokenizer: PreTrainedTokenizerBase, samples: Sequence[Experience], longest: int) -> int:
     """How many of a step's prompts lost their first tokens: those of more than ``longest`` tokens.
 
-    OpenRLHF 0.11.2 keeps the last ones, and says so in a rollout worker's log alone.
+    OpenRLHF 0.11.2 keeps the last tokens of such a prompt, and says so in a rollout worker's log alone.
     """
     tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # a multimodal model's processor counts texts, not tokens
-    # Entry t of the mask is of token t + 1; a prompt that was cut fills its room, and so do a few others.
-    filled = {s.prompts[0] for s in samples if int(s.action_mask[0].argmax()) + 1 == longest}
-    return sum(len(tokenizer(text=text, add_special_tokens=False)["input_ids"]) > longest for text in filled)
+    full_prompts = set()
+    for sample in samples:
+        # Entry t of the mask is of token t + 1, so the first trained token has as many tokens before it.
+        prompt_tokens = int(sample.action_mask[0].argmax()) + 1
+        if prompt_tokens == longest:
+            full_prompts.add(sample.prompts[0])
+    # A prompt that was cut fills its room, and so does one of exactly this length: only the former is longer as text.
+    lengths = [len(tokenizer(text=prompt, add_special_tokens=False)["input_ids"]) for prompt in full_prompts]
+    return sum(length > longest for length in lengths)
 
 
 def cut_turns(samples: Sequence[Experience], longest: int) -> int:
@@ -181,5 +190,10 @@ def cut_turns(samples: Sequence[Experience], longest: int) -> int:
 
     OpenRLHF 0.11.2 asks for no further turn then, cuts the message, and says nothing.
     """
-    # Entry t of the mask is of token t + 1; an agent's message is not trained.
-    return sum(s.action_mask.shape[1] + 1 >= longest and not s.action_mask[0, -1] for s in samples)
+    cut = 0
+    for sample in samples:
+        # Entry t of the mask is of token t + 1; an agent's message is not trained.
+        length = sample.action_mask.shape[1] + 1
+        ends_untrained = not sample.action_mask[0, -1]
+        cut += length >= longest and ends_untrained
+    return cut

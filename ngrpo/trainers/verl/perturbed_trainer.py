@@ -11,60 +11,65 @@ from verl.workers.engine_workers import ActorRolloutRefWorker
 from verl.workers.rollout.replica import RolloutReplicaRegistry
 
 from ngrpo import patches
+from ngrpo.machine.upstream.types import Upstream
 from ngrpo.rollout.settings import KEY
 from ngrpo.trainers.common.mismatch import check_gap, step_metrics
 from ngrpo.trainers.verl import overrides, replaying_engine, rollout_server
 from perturbations.base import Perturbation
 
-_REPLAYED, _SHIFT = (f"actor/{KEY}/{name}" for name in ("replayed", "shift_sum"))
+_REPLAYED = f"actor/{KEY}/replayed"
+"""verl's name for the engine's metric of replayed positions, a mean over micro-batches."""
+_SHIFT = f"actor/{KEY}/shift_sum"
+"""verl's name for the engine's metric of their summed shifts."""
+_NOT_REPLAYED = (
+    "did not replay: verl chose another engine than ngrpo's, which is registered for fsdp and fsdp2 on NVIDIA GPUs and"
+    " on CPUs. Leave out VERL_ENGINE_DEVICE and VERL_ENGINE_VENDOR."
+)
 
 
 def perturbed(upstream: type) -> type:
-    """The trainer, as a subclass of verl's ``PPOTrainerSync``."""
-
-    class PerturbedTrainer(upstream):  # type: ignore[misc, valid-type]
-        def __init__(self, config: DictConfig) -> None:
-            patches.check(patches.active(["verl"]))
-            self._perturbation, self._gap_limit, self._strict = overrides.prepare(config)
-            RolloutReplicaRegistry.register("vllm", lambda: rollout_server.PerturbedReplica)
-            super().__init__(config)
-
-        def _init_resource_pool_mgr(self) -> None:
-            super()._init_resource_pool_mgr()
-            for role, worker in self.role_worker_mapping.items():
-                if worker.__ray_metadata__.modified_class.__ray_actor_class__ is ActorRolloutRefWorker:
-                    self.role_worker_mapping[role] = ray.remote(replaying_engine.PerturbedWorker)
-
-        def _compute_old_log_prob(self, batch: KVBatchMeta, metrics: dict[str, float]) -> KVBatchMeta:
-            batch.extra_info[KEY] = self._perturbation.spec()
-            batch = super()._compute_old_log_prob(batch, metrics)
-            measures = measured(batch, self._perturbation)
-            check_gap(measures, self._gap_limit, strict=self._strict)
-            metrics.update(measures)
-            return batch
-
-        def _compute_ref_log_prob(self, batch: KVBatchMeta, metrics: dict[str, float]) -> KVBatchMeta:
-            batch.extra_info[KEY] = self._perturbation.spec()
-            return super()._compute_ref_log_prob(batch, metrics)
-
-        def _update_actor(self, batch: KVBatchMeta, metrics: dict[str, float]) -> KVBatchMeta:
-            batch.extra_info[KEY] = self._perturbation.spec()
-            batch = super()._update_actor(batch, metrics)
-            if _REPLAYED not in metrics:
-                raise RuntimeError(_NOT_REPLAYED.format("The training step"))
-            # Means over micro-batches; their quotient is a mean over positions.
-            count, shift = metrics.pop(_REPLAYED), metrics.pop(_SHIFT)
-            if count:
-                metrics[f"{KEY}/shift"] = shift / count
-            return batch
-
-    return PerturbedTrainer
+    """The subclass of verl's ``PPOTrainerSync``."""
+    return type(upstream.__name__, (PerturbedTrainer, upstream), {})
 
 
-_NOT_REPLAYED = (
-    "{} did not replay: verl chose another engine than ngrpo's, which is registered for fsdp and fsdp2 on NVIDIA GPUs"
-    " and on CPUs. Leave out VERL_ENGINE_DEVICE and VERL_ENGINE_VENDOR."
-)
+class PerturbedTrainer(Upstream):
+    """What goes in front of verl's ``PPOTrainerSync``."""
+
+    def __init__(self, config: DictConfig) -> None:
+        patches.check(patches.active(["verl"]))
+        self._perturbation, self._gap_limit, self._strict = overrides.prepare(config)
+        RolloutReplicaRegistry.register("vllm", lambda: rollout_server.PerturbedReplica)
+        super().__init__(config)
+
+    def _init_resource_pool_mgr(self) -> None:
+        super()._init_resource_pool_mgr()
+        for role, worker in self.role_worker_mapping.items():
+            if worker.__ray_metadata__.modified_class.__ray_actor_class__ is ActorRolloutRefWorker:
+                self.role_worker_mapping[role] = ray.remote(replaying_engine.PerturbedWorker)
+
+    def _compute_old_log_prob(self, batch: KVBatchMeta, metrics: dict[str, float]) -> KVBatchMeta:
+        batch.extra_info[KEY] = self._perturbation.spec()
+        batch = super()._compute_old_log_prob(batch, metrics)
+        measures = measured(batch, self._perturbation)
+        check_gap(measures, self._gap_limit, strict=self._strict)
+        metrics.update(measures)
+        return batch
+
+    def _compute_ref_log_prob(self, batch: KVBatchMeta, metrics: dict[str, float]) -> KVBatchMeta:
+        batch.extra_info[KEY] = self._perturbation.spec()
+        return super()._compute_ref_log_prob(batch, metrics)
+
+    def _update_actor(self, batch: KVBatchMeta, metrics: dict[str, float]) -> KVBatchMeta:
+        batch.extra_info[KEY] = self._perturbation.spec()
+        batch = super()._update_actor(batch, metrics)
+        if _REPLAYED not in metrics:
+            raise RuntimeError(f"The training step {_NOT_REPLAYED}")
+        # Means over micro-batches; their quotient is a mean over positions.
+        count = metrics.pop(_REPLAYED)
+        shift = metrics.pop(_SHIFT)
+        if count:
+            metrics[f"{KEY}/shift"] = shift / count
+        return batch
 
 
 def measured(batch: KVBatchMeta, perturbation: Perturbation) -> dict[str, float]:
@@ -77,15 +82,16 @@ def measured(batch: KVBatchMeta, perturbation: Perturbation) -> dict[str, float]
         data = tq.kv_batch_get(batch.keys, batch.partition_id, select_fields=fields)
         replayed = data[replaying_engine.TOKEN_LOG_PROBS].unbind()
     except (KeyError, ValueError) as error:
-        raise RuntimeError(_NOT_REPLAYED.format("The old log-probabilities")) from error
+        raise RuntimeError(f"The old log-probabilities {_NOT_REPLAYED}") from error
+    trajectories = replaying_engine.trajectories(data)
+    response_masks = tu.get(data, "response_mask").unbind()
     log_probs = []
-    found = replaying_engine.trajectories(data)
-    for key, trajectory, of_sequence, mask in zip(batch.keys, found, replayed, tu.get(data, "response_mask").unbind()):
+    for key, trajectory, of_sequence, mask in zip(batch.keys, trajectories, replayed, response_masks):
         if trajectory is not None and not bool(mask.any()):
             raise RuntimeError(f"sample {key} has no token to train on: its response_mask is 0 throughout.")
         # Entry t of a sequence's log-probabilities is of token t + 1.
-        of_tokens = np.concatenate([[np.nan], of_sequence.float().numpy()[:-1]])
-        trained = np.zeros(len(of_tokens), dtype=bool)
-        trained[len(trained) - len(mask) :] = mask.numpy().astype(bool)
-        log_probs.append(np.where(trained, of_tokens, np.nan))
-    return step_metrics(found, log_probs, perturbation)
+        by_position = np.concatenate([[np.nan], of_sequence.float().numpy()[:-1]])
+        is_trained = np.zeros(len(by_position), dtype=bool)
+        is_trained[len(is_trained) - len(mask) :] = mask.numpy().astype(bool)
+        log_probs.append(np.where(is_trained, by_position, np.nan))
+    return step_metrics(trajectories, log_probs, perturbation)

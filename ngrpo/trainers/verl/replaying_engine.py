@@ -8,6 +8,7 @@ replayed if the trainer put the perturbation's spec into it.
 import dataclasses
 import os
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from tensordict import TensorDict
@@ -38,29 +39,37 @@ def trajectories(batch: TensorDict) -> list[FinishedTrajectory | None]:
 
     Raises ``RuntimeError`` for a sample without one, or with other tokens than the rollout's.
     """
-    given = tu.get(batch, "extra_fields"), tu.get(batch, "uid")
-    fields, names = (part if isinstance(part, list) else [part] * len(batch) for part in given)
-    lengths = [part.offsets().diff().tolist() for part in (batch["prompts"], batch["responses"])]
-    found: list[FinishedTrajectory | None] = []
-    for name, row, prompt, response in zip(names, fields, *lengths):
+    names = _of_each_sample(batch, "uid")
+    extra_fields = _of_each_sample(batch, "extra_fields")
+    prompt_lengths = batch["prompts"].offsets().diff().tolist()
+    response_lengths = batch["responses"].offsets().diff().tolist()
+    result: list[FinishedTrajectory | None] = []
+    for name, fields, prompt, response in zip(names, extra_fields, prompt_lengths, response_lengths):
         if str(name).startswith("pad"):  # verl's samples that only fill a batch; other names are UUIDs
-            found.append(None)
+            result.append(None)
             continue
-        packed = (row or {}).get(KEY)
+        packed = (fields or {}).get(KEY)
         if packed is None:
             raise RuntimeError(
                 f"sample {name} has no replay record, so the model would be trained on inputs that the rollout did not"
                 " see. A custom agent loop must pass on the extra_fields of what generate() returns."
             )
         trajectory = FinishedTrajectory.unpack(packed)
-        start, end = trajectory.record.prompt_tokens, trajectory.record.num_tokens
+        start = trajectory.record.prompt_tokens
+        end = trajectory.record.num_tokens
         if start != prompt or end < prompt + response:
             raise RuntimeError(
                 f"sample {name} has {prompt} + {response} tokens of prompt and response, its record has {start} +"
                 f" {end - start}: tokens were added or cut in front between rollout and training."
             )
-        found.append(trajectory)
-    return found
+        result.append(trajectory)
+    return result
+
+
+def _of_each_sample(batch: TensorDict, field: str) -> list[Any]:
+    """A field of a batch as a list; verl gives one value where all samples have the same."""
+    value = tu.get(batch, field)
+    return value if isinstance(value, list) else [value] * len(batch)
 
 
 class ReplayingEngine(FSDPEngineWithLMHead):
@@ -79,8 +88,8 @@ class ReplayingEngine(FSDPEngineWithLMHead):
             raise UsageError("a replay needs whole sequences: ulysses_sequence_parallel_size=1, pad_to_length=False.")
         records = [None if trajectory is None else trajectory.record for trajectory in trajectories(micro_batch)]
         perturbation = registry.create(**spec)
-        embedding, device = self.module.get_input_embeddings(), torch.device(get_device_id())
-        scope = ReplayScope(embedding, perturbation=perturbation, device=device)
+        embedding = self.module.get_input_embeddings()
+        scope = ReplayScope(embedding, perturbation=perturbation, device=torch.device(get_device_id()))
         # The mask cuts the record of a response that was cut to verl's response length.
         mask = build_attention_mask_from_nested(micro_batch["input_ids"])
         with scope(records, mask) as stats:
@@ -94,8 +103,8 @@ class ReplayingEngine(FSDPEngineWithLMHead):
             finally:
                 self._densities = None
         if not forward_only:
-            sums = {"replayed": stats.count(), "shift_sum": stats.shift_sum()}
-            output["metrics"] |= {f"{KEY}/{name}": float(value) for name, value in sums.items()}
+            output["metrics"][f"{KEY}/replayed"] = float(stats.count())
+            output["metrics"][f"{KEY}/shift_sum"] = float(stats.shift_sum())
             output["model_output"].pop(TOKEN_LOG_PROBS)
         return loss, output
 
@@ -106,22 +115,23 @@ class ReplayingEngine(FSDPEngineWithLMHead):
         result = super().prepare_model_outputs(output, output_args, micro_batch, **kwargs)
         if tu.get_non_tensor_data(micro_batch, key=KEY, default=None) is None:
             return result
-        own = result["log_probs"]
-        result[TOKEN_LOG_PROBS] = own.detach()
+        token_log_probs = result["log_probs"]
+        result[TOKEN_LOG_PROBS] = token_log_probs.detach()
         if self._densities is not None:
             # A density may look embeddings up. FSDP2 has taken a tied matrix apart by now; backward does so again.
             sharded = isinstance(self.module, FSDPModule)
             if sharded:
                 self.module.unshard()
-            logits, temperature = require(output.logits, "the logits of the forward"), float(micro_batch["temperature"])
+            logits = require(output.logits, "the logits of the forward")
             # A copy, since verl's cross entropy may write its gradient over the logits that it was given; in float32,
             # since verl's autocast leaves them in bfloat16, where log Σ exp has steps of 0.06.
-            logits = logits.float() / temperature
-            values, offsets = own.values(), own.offsets()
-            packed = logits.shape[:2] == (1, len(values))
-            inside = torch.ones_like(values[None], dtype=torch.bool) if packed else _inside(offsets)
+            logits = logits.float() / float(micro_batch["temperature"])
+            values = token_log_probs.values()
+            offsets = token_log_probs.offsets()
+            is_packed = logits.shape[:2] == (1, len(values))
+            inside = torch.ones_like(values[None], dtype=torch.bool) if is_packed else _inside(offsets)
             rows = values.new_zeros(inside.shape).masked_scatter(inside, values)
-            labels = torch.zeros_like(rows, dtype=torch.int64)  # the token's log-probability is known
+            labels = torch.zeros_like(rows, dtype=torch.int64)  # not read: the tokens' log-probabilities are known
             densities = self._densities.override(logits, labels, rows)[inside]
             result["log_probs"] = torch.nested.nested_tensor_from_jagged(densities, offsets)
             if sharded and not torch.is_grad_enabled():
@@ -145,8 +155,8 @@ class ReplayingEngine(FSDPEngineWithLMHead):
             shifted = torch.nn.functional.pad(padded[:, :-1], (1, 0))
             scored = torch.nn.functional.pad(densities.for_policy_loss(shifted)[:, 1:], (0, 1))
             values = torch.where(inside, scored, padded)[inside]
-            ours = {**model_output, "log_probs": torch.nested.nested_tensor_from_jagged(values, offsets)}
-            return loss_function(model_output=ours, data=data, dp_group=dp_group)
+            scored_output = {**model_output, "log_probs": torch.nested.nested_tensor_from_jagged(values, offsets)}
+            return loss_function(model_output=scored_output, data=data, dp_group=dp_group)
 
         return loss
 
@@ -159,11 +169,12 @@ def _inside(offsets: Tensor) -> Tensor:
 
 def _advantages(micro_batch: TensorDict) -> Tensor:
     """Advantages at the position of their token, (B, T), 0 in the prompt."""
-    offsets, rows = micro_batch["input_ids"].offsets(), micro_batch["advantages"].unbind()
-    full = torch.zeros(_inside(offsets).shape)
-    for row, (end, values) in enumerate(zip(offsets.diff().tolist(), rows)):
-        full[row, end - len(values) : end] = values.float().cpu()
-    return full
+    offsets = micro_batch["input_ids"].offsets()
+    advantages = torch.zeros(_inside(offsets).shape)
+    lengths = offsets.diff().tolist()
+    for row, (end, of_response) in enumerate(zip(lengths, micro_batch["advantages"].unbind())):
+        advantages[row, end - len(of_response) : end] = of_response.float().cpu()
+    return advantages
 
 
 class ReplayingCPUEngine(ReplayingEngine):
@@ -196,4 +207,5 @@ class ReplayingTrainingWorker(TrainingWorker):
 class PerturbedWorker(ActorRolloutRefWorker):
     """verl's worker. In its process this module is imported, and with it the engine registered."""
 
-    actor_worker_cls = ref_worker_cls = ReplayingTrainingWorker
+    actor_worker_cls = ReplayingTrainingWorker
+    ref_worker_cls = ReplayingTrainingWorker

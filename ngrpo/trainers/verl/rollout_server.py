@@ -15,6 +15,7 @@ from verl.workers.rollout.replica import TokenOutput
 from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
 
+from ngrpo.machine.upstream.types import Upstream
 from ngrpo.rollout.records import confirm, cut_to_response
 from ngrpo.rollout.settings import KEY, fingerprint
 from ngrpo.trainers.common.sample_records import PickUps
@@ -43,20 +44,21 @@ def request_arguments(
 
 
 def perturbed_worker(upstream: type) -> type:
-    """`AgentLoopWorkerTQ` with these arguments.
+    """The subclass of `AgentLoopWorkerTQ`, whose class behind ``@ray.remote`` is pickled by value, and this one too."""
+    return type(upstream.__name__, (PerturbedAgentLoopWorker, upstream), {})
 
-    Its class has no importable name, like verl's own behind ``@ray.remote``: so Ray pickles both by value.
-    """
 
-    class PerturbedAgentLoopWorker(upstream):  # type: ignore[misc]
-        async def _run_agent_loop(
-            self, sampling_params: dict[str, object], trajectory: dict[str, object], *, agent_name: str, **rest: object
-        ) -> object:
-            arguments = request_arguments(self.config, trajectory, agent_name, int(str(rest.get("session_id", 0))))
-            params = {**sampling_params, "extra_args": {KEY: arguments}}  # verl gives all of a group one dictionary
-            return await upstream._run_agent_loop(self, params, trajectory, agent_name=agent_name, **rest)
+class PerturbedAgentLoopWorker(Upstream):
+    """What goes in front of `AgentLoopWorkerTQ`: requests with our arguments."""
 
-    return PerturbedAgentLoopWorker
+    async def _run_agent_loop(
+        self, sampling_params: dict[str, object], trajectory: dict[str, object], *, agent_name: str, **rest: object
+    ) -> object:
+        session = int(str(rest.get("session_id", 0)))
+        arguments = request_arguments(self.config, trajectory, agent_name, session)
+        # A new dictionary, since verl gives all of a group the same one.
+        params = {**sampling_params, "extra_args": {KEY: arguments}}
+        return await super()._run_agent_loop(params, trajectory, agent_name=agent_name, **rest)
 
 
 class PerturbedAgentLoopManager(AgentLoopManagerTQ):
@@ -90,20 +92,20 @@ class PerturbedHttpServer(vLLMHttpServer):
         if self._pick_ups is None:
             return await super().generate(prompt_ids, sampling_params, request_id, *args, **kwargs)
         extra_args = sampling_params.get("extra_args") or {}
-        own = dict(extra_args.get(KEY) or {})
+        arguments = dict(extra_args.get(KEY) or {})
         # Rows of a dataset need not be numbered, so the prompt itself is in the seed.
-        own["seed"] = seeds.of_row_and_prompt(prompt_ids, own.get("seed", 0))
-        params = {**sampling_params, "extra_args": {**extra_args, KEY: own}}
+        arguments["seed"] = seeds.of_row_and_prompt(prompt_ids, arguments.get("seed", 0))
+        params = {**sampling_params, "extra_args": {**extra_args, KEY: arguments}}
         output = await super().generate(prompt_ids, params, request_id, *args, **kwargs)
         if output.stop_reason == "aborted":
             await self.engine.collective_rpc("perturbation_drop", args=([request_id],))
             raise RuntimeError(f"request {request_id} was aborted: a part of a perturbed response is not trained on.")
         trajectory = FinishedTrajectory.unpack(await self._pick_ups.take(request_id))
-        if own.get("enabled", True):
+        if arguments.get("enabled", True):
             trajectory = cut_to_response(trajectory, len(output.token_ids))
-            of_tokens = np.full(trajectory.record.num_tokens, np.nan, dtype=np.float32)
-            of_tokens[trajectory.record.prompt_tokens :] = trajectory.log_probs
-            output.extra_fields[KEY] = dataclasses.replace(trajectory, log_probs=of_tokens).pack()
+            by_position = np.full(trajectory.record.num_tokens, np.nan, dtype=np.float32)
+            by_position[trajectory.record.prompt_tokens :] = trajectory.log_probs
+            output.extra_fields[KEY] = dataclasses.replace(trajectory, log_probs=by_position).pack()
         return output
 
     def _get_worker_extension_cls(self) -> str:
@@ -128,13 +130,14 @@ class PerturbedWorkerExtension(vLLMColocateWorkerExtension):
             if attached is not None:
                 attached.weights_changed()
             return
-        # This refreshes the perturbation itself.
+        # On a CPU `reload_weights` below refreshes the perturbation itself.
         from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightReceiver
 
         received: list[tuple[str, Tensor]] = []
 
         def keep(weights: list[tuple[str, Tensor]], is_last: bool) -> None:
-            received.extend((name, tensor.clone()) for name, tensor in weights)  # the bucket is used again
+            # Copies, since the next weights come in the same bucket.
+            received.extend((name, tensor.clone()) for name, tensor in weights)
 
         BucketedWeightReceiver(self._get_zmq_handle(), self.device, use_shm=True).receive_weights(keep)
         reload_weights(self.model_runner, received)
