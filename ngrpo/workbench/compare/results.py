@@ -20,7 +20,7 @@ from ngrpo.workbench.compare.plan import Plan, Run
 from ngrpo.workbench.compare.runs import ComparisonFolder, status
 from ngrpo.workbench.evaluate.evaluation import unscored, unscored_warnings
 from ngrpo.workbench.report import write_report
-from ngrpo.workbench.report.headline import by_strategy, evaluated
+from ngrpo.workbench.report.headline import by_arm, evaluated
 from ngrpo.workbench.report.responses import MOST_BYTES, fitting
 from ngrpo.workbench.report.values import dig, shares
 
@@ -293,7 +293,7 @@ def verdict(difference: Mapping[str, Any] | None, measure: str, baseline: str, s
 
 def table(results: Mapping[str, Any]) -> str:
     """The outcome in a few lines for the screen."""
-    metrics = evaluated(results, by_strategy(results))
+    metrics = evaluated(results, by_arm(results))
     metrics = [*metrics[:1], *metrics[1:][-1:]]
     lost = ["cut / unreadable / timed out"] if metrics else []
     heads = [*(heading for heading, _ in metrics), *lost, "reward of own rollouts", "tokens/s", "s/step"]

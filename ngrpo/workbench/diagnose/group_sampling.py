@@ -163,7 +163,7 @@ def put(llm: LLM, strategy: Arm, schedule: SamplingSchedule | None = None) -> No
 # --- sampling ---------------------------------------------------------------------------------------
 
 
-def sample_strategy(
+def sample_arm(
     llm: LLM,
     strategy: Arm,
     problems: Sequence[Problem],
