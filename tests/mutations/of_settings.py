@@ -167,7 +167,7 @@ MUTATIONS = {
         ("round(share or 0.0, 9) > 0.1", "(share or 0.0) > 0.1", "evaluation: a tenth is above a tenth"),
         (
             "        earlier[prompt] += 1\n",
-            "        earlier[prompt] += name in asked\n",
+            "        earlier[prompt] += name in incomplete\n",
             "evaluation: resumed repeats have other seeds",
         ),
         ('settings["digest"] = digest(problems)', "pass", "rescored: the digest of the old scorer"),
