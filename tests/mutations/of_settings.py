@@ -157,8 +157,8 @@ MUTATIONS = {
         ("        seen[text] += 1\n", "", "comparison: equal problems are one"),
         ('if row["correct"] not in (0, 1):', "if False:", "comparison: half right"),
         (
-            "if bad := [tau for tau in taus if not 0.0 < tau <= 1.0]:",
-            "if bad := [tau for tau in taus if not 0.0 <= tau <= 1.0]:",
+            "if not 0.0 < fraction <= 1.0:",
+            "if not 0.0 <= fraction <= 1.0:",
             "comparison: cover of 0",
         ),
     ],
