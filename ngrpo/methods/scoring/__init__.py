@@ -45,7 +45,7 @@ def digest(problems: Sequence[Problem]) -> str:
     """A short hash of everything that determines the samples of some problems and their scores."""
     rows = []
     for problem in problems:
-        row = [problem.id, list(problem.messages), problem.answer, problem.scorer]
+        row: list[Any] = [problem.id, list(problem.messages), problem.answer, problem.scorer]
         if problem.template:  # a set without template arguments has the digest of releases that knew none
             row.append(problem.template)
         rows.append(row)
@@ -70,10 +70,11 @@ class Verdict:
     @classmethod
     def of(cls, right: bool, extracted: str | None, reward: float | None = None) -> Verdict:
         """Right, wrong, or unreadable where a wrong answer has no ``extracted``; the reward is 1 or 0 unless given."""
+        verdict = WRONG
         if right:
             verdict = RIGHT
-        else:
-            verdict = UNREADABLE if extracted is None else WRONG
+        elif extracted is None:
+            verdict = UNREADABLE
         return cls(verdict, float(right) if reward is None else reward, extracted)
 
     @property

@@ -34,10 +34,8 @@ def generated(query: str, prompt: str) -> str:
 
     Where the prompt was cut or decodes differently, the text after the last turn's opening is taken.
     """
-    if query.startswith(prompt):
-        text = query.removeprefix(prompt)
-    else:
-        text = query.rpartition(_ASSISTANT)[2]
+    is_whole = query.startswith(prompt)
+    text = query.removeprefix(prompt) if is_whole else query.rpartition(_ASSISTANT)[2]
     return f"<think>{text}" if prompt.rstrip().endswith("<think>") else text
 
 
@@ -246,7 +244,8 @@ def chosen_letter(text: str, options: Sequence[str] | None = None) -> str | None
 def _stated_letters(text: str, letter_of: dict[str, str]) -> list[str]:
     """The letters that a response states, the one it settles on last.
 
-    What follows the last box, with the box, counts before what precedes it, and the content of the box before that.
+    Statements from the last box on count alone. Where there are none, the box's content counts after the statements
+    before it.
     """
     boxes = last_boxes(text)
     if not boxes:
