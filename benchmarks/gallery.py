@@ -16,7 +16,7 @@ from markupsafe import Markup, escape
 
 from ngrpo.machine.storage.result_folder import write_text
 from ngrpo.workbench import report
-from ngrpo.workbench.report import charts
+from ngrpo.workbench.report import charts, diagnosis_charts
 from ngrpo.workbench.report.drawing import Series, all_series
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
@@ -40,7 +40,7 @@ def reward(results: Mapping[str, Any], series: Mapping[str, Series]) -> charts.C
 
 
 def diversity(results: Mapping[str, Any], series: Mapping[str, Series]) -> charts.Chart:
-    return charts.diversity_validity(results["diagnosis"], series)["chart"]
+    return diagnosis_charts.diversity_validity(results["diagnosis"], series)["chart"]
 
 
 _PKPO, _STHT = "none advantage=pkpo advantage.k=2", "gaussian sigma_of=vector"

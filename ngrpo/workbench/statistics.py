@@ -10,12 +10,19 @@ from typing import Any
 
 import numpy as np
 
-LEVEL, POWER = 0.95, 0.8
+LEVEL = 0.95
+"""The confidence level of every interval; tests are at 1 − LEVEL."""
+POWER = 0.8
+"""The chance with which a difference of :func:`detectable` size is found."""
 ENOUGH_SEEDS = 3
 """The fewest seeds that tell a method from luck."""
-REPLICATES, DRAWS = 4000, 2000
+REPLICATES = 4000
+"""Bootstrap replicates of one seed's problems, in :func:`interval`."""
+DRAWS = 2000
+"""Bootstrap replicates of a diagnosis's prompts, in :func:`resamples`."""
 MOST_FLIPPED = 16
 """The most problems with a difference of which all patterns of signs are counted."""
+_TIE = 1e-12  # Means of equal shares differ by rounding only; different shares differ by far more.
 _SEED = 20260610  # of the resampling alone; the same data give the same interval
 
 Interval = dict[str, Any]
@@ -38,19 +45,19 @@ def mean_at_n(n: int, c: int) -> float:
 
 
 def _check_counts(n: int, c: int, k: int = 1) -> None:
-    for name, value, low, high, what in (
-        ("n", n, 1, math.inf, "of responses, at least 1"),
-        ("c", c, 0, n, f"of right responses in [0, n={n}]"),
-        ("k", k, 1, n, f"in [1, n={n}]; Pass@k needs k responses per problem"),
-    ):
+    def check(name: str, value: int, low: int, high: float, requirement: str) -> None:
         if type(value) is not int or not low <= value <= high:
-            raise ValueError(f"{name}={value!r}: must be a whole number {what}.")
+            raise ValueError(f"{name}={value!r}: must be a whole number {requirement}.")
+
+    check("n", n, low=1, high=math.inf, requirement="of responses, at least 1")
+    check("c", c, low=0, high=n, requirement=f"of right responses in [0, n={n}]")
+    check("k", k, low=1, high=n, requirement=f"in [1, n={n}]; Pass@k needs k responses per problem")
 
 
 def mean_of_known(values: Iterable[float | None], average: Callable[[list[float]], Any] = np.mean) -> float | None:
-    """The mean, or another ``average``, of the values that are known; None where none is."""
-    known = [value for value in values if value is not None]
-    return float(average(known)) if known else None
+    """The mean, or another ``average``, of the values that are not None; None where all are."""
+    numbers = [value for value in values if value is not None]
+    return float(average(numbers)) if numbers else None
 
 
 def resamples(count: int, seed: int) -> np.ndarray:
@@ -67,54 +74,97 @@ def bounds(replicates: np.ndarray) -> tuple[float, float]:
 def with_noise(difference: Interval) -> Interval:
     """A difference with ``within_noise``: whether its interval contains 0, or there is none."""
     low, high = difference["low"], difference["high"]
-    return {**difference, "within_noise": low is None or low <= 0.0 <= high}
+    within_noise = low is None or low <= 0.0 <= high
+    return {**difference, "within_noise": within_noise}
 
 
 def interval(table: np.ndarray, *, share: bool = False) -> Interval:
-    """``value``, ``low`` and ``high`` of one arm's table, seeds × problems: Student's t ``over`` seeds.
+    """The mean of one arm's table, seeds × problems, with its 95% interval.
 
-    With one seed it is the percentile bootstrap over ``problems``; equal numbers have none (None). Of a ``share`` the
-    interval ends at 0 and 1, and is Wilson's (J. Am. Stat. Assoc. 22, 1927) where all are 0 or 1; of problems, if these
-    are more, where all seeds have the same.
+    With several seeds it is Student's t interval over the seeds' means; with one seed the percentile bootstrap over
+    its problems. Equal numbers have no interval.
+
+    Args:
+        table: one row per seed, one column per problem.
+        share: whether the values are shares. Their interval ends at 0 and 1. Where all seeds have 0, or all have 1, it
+            is Wilson's (J. Am. Stat. Assoc. 22, 1927); over the problems where all seeds agree and have more of them.
+
+    Returns:
+        ``value``, ``low`` and ``high`` (None without an interval), and ``over``: ``seeds``, ``problems``, or None for a
+        single number.
     """
     table = np.atleast_2d(np.asarray(table, dtype=np.float64))
     seeds, problems = table.shape
-    over = None if table.size == 1 else "problems" if seeds == 1 else "seeds"
-    found = {"value": float(table.mean()), "low": None, "high": None, "over": over}
+    mean = float(table.mean())
+    over: str | None = "seeds"
+    if table.size == 1:
+        over = None
+    elif seeds == 1:
+        over = "problems"
     units = table[0] if seeds == 1 else table.mean(axis=1)
+
     if over and share and np.isin(units, (0.0, 1.0)).all():
         if problems > seeds and _tied(units):
-            units, found["over"] = table[0], "problems"
-        from scipy.stats import binomtest
-
-        wilson = binomtest(int(units.sum()), len(units)).proportion_ci(LEVEL, method="wilson")
-        return {**found, "low": float(wilson.low), "high": float(wilson.high)}
+            units = table[0]
+            over = "problems"
+        low, high = _wilson(units)
+        return {"value": mean, "low": low, "high": high, "over": over}
     if over is None or _tied(units):
-        return found
-    if seeds == 1:
-        draws = np.random.default_rng(_SEED).multinomial(problems, np.full(problems, 1.0 / problems), size=REPLICATES)
-        low, high = bounds(draws @ units / problems)
-    else:
-        from scipy.stats import t
+        return {"value": mean, "low": None, "high": None, "over": over}
 
-        half = float(t.ppf((1 + LEVEL) / 2, seeds - 1)) * (float(units.std(ddof=1)) / math.sqrt(seeds))
-        low, high = found["value"] - half, found["value"] + half
-    return {**found, "low": max(low, 0.0) if share else low, "high": min(high, 1.0) if share else high}
+    low, high = _bootstrap_of_problems(units) if seeds == 1 else _students_t(units, mean)
+    if share:
+        low = max(low, 0.0)
+        high = min(high, 1.0)
+    return {"value": mean, "low": low, "high": high, "over": over}
+
+
+def _wilson(outcomes: np.ndarray) -> tuple[float, float]:
+    from scipy.stats import binomtest
+
+    ends = binomtest(int(outcomes.sum()), len(outcomes)).proportion_ci(LEVEL, method="wilson")
+    return float(ends.low), float(ends.high)
+
+
+def _bootstrap_of_problems(values: np.ndarray) -> tuple[float, float]:
+    count = len(values)
+    weights = np.random.default_rng(_SEED).multinomial(count, np.full(count, 1.0 / count), size=REPLICATES)
+    return bounds(weights @ values / count)
+
+
+def _students_t(values: np.ndarray, mean: float) -> tuple[float, float]:
+    from scipy.stats import t
+
+    critical = float(t.ppf((1 + LEVEL) / 2, len(values) - 1))
+    standard_error = float(values.std(ddof=1)) / math.sqrt(len(values))
+    half = critical * standard_error
+    return mean - half, mean + half
 
 
 def _tied(values: np.ndarray) -> bool:
     """Whether values are equal up to rounding; shares are far coarser."""
-    return float(np.ptp(values)) <= 1e-12
+    return float(np.ptp(values)) <= _TIE
 
 
 def paired(ours: np.ndarray, baseline: np.ndarray, *, of_problems: bool = False) -> Interval:
-    """Mean paired difference of two tables of shares, seeds × problems in the same order, and its test over seeds.
+    """The mean paired difference of two tables of shares, and its test.
 
-    As :func:`interval`, with ``p``, two-sided, and ``spread``, the standard deviation over ``seeds``; None for one. The
-    paired t test is over seeds, or ``tested`` over problems where seeds differ by the same: :func:`_p_of_problems`.
-    ``within_noise``: by ``p``, uncorrected, or one seed's interval.
+    Args:
+        ours: one arm's table, seeds × problems.
+        baseline: the other arm's, with the same seeds and problems in the same order.
+        of_problems: whether the tables' rows are problems and not seeds.
 
-    ``of_problems``: the tables' rows are problems and not seeds.
+    Returns:
+        As :func:`interval`, and in addition:
+
+        - ``p``: two-sided, of the paired t test over seeds; None for one seed. Where all seeds have the same
+          difference, it is :func:`_p_of_problems`, and ``tested`` is ``problems``.
+        - ``spread``: the standard deviation of the difference over seeds; None for one seed.
+        - ``seeds``: their number.
+        - ``within_noise``: by ``p``, not yet corrected for other comparisons; with one seed by its interval.
+
+    Raises:
+        ValueError: for tables of different shapes, or with a value that is not finite.
     """
     if np.shape(ours) != np.shape(baseline):
         raise ValueError(f"{np.shape(ours)} and {np.shape(baseline)}: pairs need the same seeds and problems.")
@@ -122,25 +172,32 @@ def paired(ours: np.ndarray, baseline: np.ndarray, *, of_problems: bool = False)
     if not np.isfinite(table).all():
         raise ValueError(f"{int((~np.isfinite(table)).sum())} of {table.size} differences are not finite numbers.")
     seeds, problems = table.shape
-    found: Interval = {**interval(table), "p": None, "spread": None, "seeds": seeds}
-    if found["low"] is not None:
-        found |= {"low": max(found["low"], -1.0), "high": min(found["high"], 1.0)}
+    difference: Interval = {**interval(table), "p": None, "spread": None, "seeds": seeds}
+    if difference["low"] is not None:
+        difference["low"] = max(difference["low"], -1.0)
+        difference["high"] = min(difference["high"], 1.0)
+
     if seeds == 1:
-        equal = problems > 1 and _tied(table[0])
-        return {**found, "within_noise": _p_of_problems(table[0]) >= 1 - LEVEL} if equal else with_noise(found)
+        if problems > 1 and _tied(table[0]):
+            # Equal differences have no interval, but the sign-flip test can still judge them.
+            return {**difference, "within_noise": _p_of_problems(table[0]) >= 1 - LEVEL}
+        return with_noise(difference)
+
     by_seed = table.mean(axis=1)
-    over_problems = _tied(by_seed) and problems > 1
-    if over_problems:
+    if problems > 1 and _tied(by_seed):
+        difference["tested"] = "problems"
         p = _p_of_problems(table.mean(axis=0))
+    elif of_problems:
+        p = _p_of_problems(by_seed)
     else:
-        p = _p_of_problems(by_seed) if of_problems else _p_value(by_seed)
-    found |= {"tested": "problems"} if over_problems else {}
-    return {**found, "p": p, "spread": float(by_seed.std(ddof=1)), "within_noise": p >= 1 - LEVEL}
+        p = _p_value(by_seed)
+    return {**difference, "p": p, "spread": float(by_seed.std(ddof=1)), "within_noise": p >= 1 - LEVEL}
 
 
 def _p_value(differences: np.ndarray) -> float:
+    """The paired t test's, two-sided; where all differences are equal, the sign-flip test's."""
     if _tied(differences):
-        return 1.0 if abs(differences.mean()) <= 1e-12 else 2.0 ** (1 - len(differences))
+        return 1.0 if abs(differences.mean()) <= _TIE else 2.0 ** (1 - len(differences))
     from scipy.stats import ttest_1samp
 
     return float(ttest_1samp(differences, 0.0).pvalue)
@@ -149,32 +206,39 @@ def _p_value(differences: np.ndarray) -> float:
 def _p_of_problems(differences: np.ndarray) -> float:
     """The exact sign-flip test where few problems differ, or all by the same; else the paired t test.
 
-    Most problems often have a difference of 0, and a t test takes the few others for more than they are: five of 30
-    that gain have p = 0.023 there, and 2 of 2^5 patterns of signs, 0.0625, are as far from 0.
+    Most problems often have a difference of 0, and the t test then takes the few others for more than they are. Of 30
+    problems of which five gain, it has p = 0.023; but 2 of the 2^5 patterns of signs are as far from 0, p = 0.0625.
     """
-    differing = differences[np.abs(differences) > 1e-12]
+    differing = differences[np.abs(differences) > _TIE]
     if _tied(differences) or len(differing) > MOST_FLIPPED:
         return _p_value(differences)
-    signs = 1 - 2 * (np.arange(2 ** len(differing))[:, None] >> np.arange(len(differing)) & 1)
-    return float((np.abs(signs @ differing) >= abs(differing.sum()) - 1e-12).mean())
+    patterns = np.arange(2 ** len(differing))[:, None]
+    flipped = patterns >> np.arange(len(differing)) & 1  # (2^N, N): bit i of a pattern's number flips difference i
+    sums = (1 - 2 * flipped) @ differing
+    return float((np.abs(sums) >= abs(differing.sum()) - _TIE).mean())
 
 
 def in_words(interval: Mapping[str, Any] | None, form: str = ".3f") -> str:
     """``0.412 [0.381, 0.442]``; ``–`` for None."""
     if interval is None:
         return "–"
-    ends = "" if interval["low"] is None else f" [{interval['low']:{form}}, {interval['high']:{form}}]"
-    return f"{interval['value']:{form}}{ends}"
+    value = f"{interval['value']:{form}}"
+    if interval["low"] is None:
+        return value
+    return f"{value} [{interval['low']:{form}}, {interval['high']:{form}}]"
 
 
 def correct(differences: Sequence[Interval]) -> None:
     """Adds ``p_corrected``, ``comparisons`` and ``detectable`` to paired differences in one measure; judges them."""
     tested = [difference for difference in differences if difference["p"] is not None]
-    for difference, p in zip(tested, holm([difference["p"] for difference in tested])):
+    corrected = holm([difference["p"] for difference in tested])
+    for difference, p in zip(tested, corrected):
         least = detectable(difference["spread"], difference["seeds"], len(tested))
         if least is not None and least > 1.0:  # two shares differ by at most 1
             least = None
-        difference |= {"p_corrected": p, "comparisons": len(tested), "detectable": least}
+        difference["p_corrected"] = p
+        difference["comparisons"] = len(tested)
+        difference["detectable"] = least
         difference["within_noise"] = p >= 1 - LEVEL
 
 
@@ -183,8 +247,11 @@ def holm(p_values: Sequence[float]) -> list[float]:
     values = np.asarray(p_values, dtype=np.float64)
     if not ((values >= 0.0) & (values <= 1.0)).all():
         raise ValueError(f"p-values {p_values}: each must be in [0, 1].")
-    order, corrected = np.argsort(values, kind="stable"), np.empty_like(values)
-    corrected[order] = np.maximum.accumulate(np.minimum(1.0, np.arange(len(values), 0, -1) * values[order]))
+    ascending = np.argsort(values, kind="stable")
+    remaining = np.arange(len(values), 0, -1)  # the smallest is multiplied by their number, the next by one less, ...
+    products = np.minimum(1.0, remaining * values[ascending])
+    corrected = np.empty_like(values)
+    corrected[ascending] = np.maximum.accumulate(products)
     return corrected.tolist()
 
 
@@ -194,16 +261,16 @@ def detectable(spread: float, pairs: int, comparisons: int = 1, tasks: int = 1) 
     ``spread`` is over ``pairs`` seeds; of several ``tasks`` each has both. The level is Holm's hardest: 0.05 over
     ``comparisons``.
     """
-    if pairs < 2 or spread <= 1e-12:
+    if pairs < 2 or spread <= _TIE:
         return None
     from scipy import optimize, stats
 
     freedom = tasks * (pairs - 1)
     critical = float(stats.t.isf((1 - LEVEL) / (2 * comparisons), freedom))
 
-    # The power at a true difference of ``shift`` standard errors, in its own direction, less what is wanted.
-    def missing(shift: float) -> float:
+    def power_above_wanted(shift: float) -> float:
+        """At a true difference of ``shift`` standard errors; only a result of the right sign counts."""
         return float(stats.nct.sf(critical, freedom, shift)) - POWER
 
-    shift: Any = optimize.brentq(missing, 0.0, 3 * critical + 10)
+    shift: Any = optimize.brentq(power_above_wanted, 0.0, 3 * critical + 10)
     return float(shift) * spread / math.sqrt(tasks * pairs)

@@ -216,8 +216,8 @@ def test_a_trained_model_is_discarded_once_it_is_evaluated(
 
 def test_a_difference_is_of_the_runs_and_problems_that_both_have() -> None:
     one = {"mean_at_n": {"p": 0.5}}
-    assert results._judged([one, {}], [{}, one]) == {"mean_at_n": None, "pass_at_k": {}}
-    found = results._judged([{"mean_at_n": {"p0": 1.0, "p1": 0.0}}], [{"mean_at_n": {"p0": 0.5}}])
+    assert results._differences([one, {}], [{}, one]) == {"mean_at_n": None, "pass_at_k": {}}
+    found = results._differences([{"mean_at_n": {"p0": 1.0, "p1": 0.0}}], [{"mean_at_n": {"p0": 0.5}}])
     assert found["mean_at_n"]["value"] == 0.5
 
 

@@ -121,7 +121,7 @@ def row(samples: list[Sample], baseline: list[Sample] | None = None, strategy: A
     groups = {"none": measures.groups_of(baseline or []), strategy.id: measures.groups_of(samples)}
     strategies = [Arm("none", id="none"), strategy] if baseline else [strategy]
     against = next((each.id for each in strategies if each.spec is None), None)
-    return measures.strategy_rows(strategies, groups, PROBLEMS, dict.fromkeys(groups, FACTS), against, seed=0)[-1]
+    return measures.arm_rows(strategies, groups, PROBLEMS, dict.fromkeys(groups, FACTS), against, seed=0)[-1]
 
 
 TWO_GROUPS = [

@@ -54,7 +54,7 @@ class MadeUp:
 @pytest.fixture
 def llm(monkeypatch: pytest.MonkeyPatch) -> MadeUp:
     made_up = MadeUp()
-    monkeypatch.setattr(group_sampling, "sample_strategy", made_up.sample)
+    monkeypatch.setattr(group_sampling, "sample_arm", made_up.sample)
     return made_up
 
 

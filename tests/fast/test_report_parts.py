@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ngrpo.workbench.report import headline, responses
-from ngrpo.workbench.report.charts import _points
+from ngrpo.workbench.report.charts import _seed_means
 from ngrpo.workbench.report.drawing import Series, spread
 from ngrpo.workbench.report.values import between, duration, format_number, shown, size, token
 from tests.report_example import example
@@ -28,10 +28,10 @@ def test_looks_of_twelve_strategies_differ_without_colour() -> None:
 def test_seeds_are_averaged_per_bin() -> None:
     """Steps 1 and 2 share a bin. Seed a: (0.2 + 0.4) / 2 = 0.3; seed b: 0.5. Mean 0.4, band from 0.3 to 0.5."""
     runs = [{1: {"reward": 0.2}, 2: {"reward": 0.4}, 3: {"reward": float("nan")}}, {2: {"reward": 0.5}}]
-    first, second = _points(runs, "reward", [[1, 2], [3]])
+    first, second = _seed_means(runs, "reward", [[1, 2], [3]])
     assert first == pytest.approx((1.5, 0.4, 0.3, 0.5))
     assert second == (3.0, None, None, None)
-    assert _points(runs[:1], "reward", [[1, 2]])[0] == pytest.approx((1.5, 0.3, None, None))
+    assert _seed_means(runs[:1], "reward", [[1, 2]])[0] == pytest.approx((1.5, 0.3, None, None))
 
 
 def test_scales() -> None:
@@ -59,7 +59,7 @@ def test_values() -> None:
     assert (token("\n\n"), token(" "), token("\ta")) == ("⏎⏎", "␣", "⇥a")
 
 
-MEAN, PASS = ("Mean@8", ("mean_at_n",)), ("Pass@8", ("pass_at_k", "8"))
+MEAN, PASS = headline.Metric("Mean@8", ("mean_at_n",)), headline.Metric("Pass@8", ("pass_at_k", "8"))
 
 
 def change(value: float, *, noise: bool, least: float = 0.1) -> dict[str, Any]:

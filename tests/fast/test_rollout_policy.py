@@ -136,7 +136,7 @@ class TwoRequests:
 
 def test_samples_that_nobody_waits_for_are_aborted(vllm: SimpleNamespace) -> None:
     two: Any = SimpleNamespace(llm_engine=TwoRequests())
-    jobs = [([1], 0, 0), ([1], 0, 1)]
+    jobs = [engine.Job([1], 0, 0), engine.Job([1], 0, 1)]
     stream = engine.generate(two, jobs, Sampling(), perturbed=False, reproducible=False)
     assert [answer.job for answer in next(stream)] == [0]
     assert two.llm_engine.running == ["eval-1"]
@@ -150,7 +150,7 @@ def test_the_engine_is_given_schedule_and_step(vllm: SimpleNamespace) -> None:
     hot = policy("--sampling.schedule", "ead")
     engine.build("m", None, 10, hardware="cpu", policy=hot)
     assert built["additional_config"]["sampling_schedule"] == hot.specs["sampling_schedule"]
-    params = engine.parameters(Sampling(), False, True, ([1], 2, 3), step=9)
+    params = engine.parameters(Sampling(), False, True, engine.Job([1], 2, 3), step=9)
     assert params.extra_args["perturbation"] == {"enabled": False, "seed": 2, "sample": 3, "training_step": 9}
 
 

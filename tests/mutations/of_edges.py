@@ -79,8 +79,8 @@ MUTATIONS = {
         ("_MARGIN = 32", "_MARGIN = 0", "until: white space after the text hides it"),
     ],
     ("ngrpo/workbench/statistics.py", _SIGNIFICANCE): [
-        ('"low": max(low, 0.0) if share else low', '"low": low', "a share below 0"),
-        ("float(np.ptp(values)) <= 1e-12", "float(np.ptp(values)) == 0.0", "ties need equal bits"),
+        ("low = max(low, 0.0)", "low = low", "a share below 0"),
+        ("float(np.ptp(values)) <= _TIE", "float(np.ptp(values)) == 0.0", "ties need equal bits"),
         ("if problems > seeds and", "if problems >= seeds and", "Wilson: of as many problems as seeds"),
         (
             'difference["within_noise"] = p >= 1 - LEVEL',

@@ -157,8 +157,8 @@ MUTATIONS = {
         ("        seen[text] += 1\n", "", "comparison: equal problems are one"),
         ('if row["correct"] not in (0, 1):', "if False:", "comparison: half right"),
         (
-            "if bad := [tau for tau in taus if not 0.0 < tau <= 1.0]:",
-            "if bad := [tau for tau in taus if not 0.0 <= tau <= 1.0]:",
+            "if not 0.0 < fraction <= 1.0:",
+            "if not 0.0 <= fraction <= 1.0:",
             "comparison: cover of 0",
         ),
     ],
@@ -167,7 +167,7 @@ MUTATIONS = {
         ("round(share or 0.0, 9) > 0.1", "(share or 0.0) > 0.1", "evaluation: a tenth is above a tenth"),
         (
             "        earlier[prompt] += 1\n",
-            "        earlier[prompt] += name in asked\n",
+            "        earlier[prompt] += name in incomplete\n",
             "evaluation: resumed repeats have other seeds",
         ),
         ('settings["digest"] = digest(problems)', "pass", "rescored: the digest of the old scorer"),

@@ -68,7 +68,11 @@ MUTATIONS = {
         ("if values.amin() == values.amax():", "if False:", "equal advantages keep their rounding"),
     ],
     ("ngrpo/workbench/compare/results.py", "test_compare_results.py"): [
-        ("len(having[0] + having[1]) < len(runs)", "len(having[0]) != len(having[1])", "a pair that lacks a run"),
+        (
+            "if not all(measure in run for run in runs):",
+            "if sum(measure in run for run in ours) != sum(measure in run for run in baseline):",
+            "a pair that lacks a run",
+        ),
         ('run["steps"][1:] or run["steps"]', 'run["steps"]', "the warm-up step has a speed"),
     ],
     ("perturbations/replay/scope.py", "test_hrpo.py"): [
@@ -121,7 +125,11 @@ MUTATIONS = {
         ("self._every != 1", "self._every not in (None, 1)", "never: sets of the live matrix"),
     ],
     ("ngrpo/workbench/compare/results.py", "test_significance.py"): [
-        ("value == 0.0 and alike", "value >= 0.0 and alike", "verdict: a difference without an interval is none"),
+        (
+            "value == 0.0 and all_equal",
+            "value >= 0.0 and all_equal",
+            "verdict: a difference without an interval is none",
+        ),
     ],
     ("ngrpo/workbench/statistics.py", "test_significance.py"): [
         ("low <= 0.0 <= high", "low < 0.0 < high", "bootstrap: 0 at the end of an interval"),

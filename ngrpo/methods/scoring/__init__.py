@@ -9,7 +9,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-RIGHT, WRONG, UNREADABLE, TIMED_OUT = "right", "wrong", "unreadable", "timed_out"
+RIGHT = "right"
+WRONG = "wrong"
+UNREADABLE = "unreadable"
+TIMED_OUT = "timed_out"
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,12 @@ class Problem:
 
 def digest(problems: Sequence[Problem]) -> str:
     """A short hash of everything that determines the samples of some problems and their scores."""
-    rows = [[p.id, list(p.messages), p.answer, p.scorer, *([p.template] if p.template else [])] for p in problems]
+    rows = []
+    for problem in problems:
+        row: list[Any] = [problem.id, list(problem.messages), problem.answer, problem.scorer]
+        if problem.template:  # a set without template arguments has the digest of releases that knew none
+            row.append(problem.template)
+        rows.append(row)
     return hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -62,7 +70,11 @@ class Verdict:
     @classmethod
     def of(cls, right: bool, extracted: str | None, reward: float | None = None) -> Verdict:
         """Right, wrong, or unreadable where a wrong answer has no ``extracted``; the reward is 1 or 0 unless given."""
-        verdict = RIGHT if right else UNREADABLE if extracted is None else WRONG
+        verdict = WRONG
+        if right:
+            verdict = RIGHT
+        elif extracted is None:
+            verdict = UNREADABLE
         return cls(verdict, float(right) if reward is None else reward, extracted)
 
     @property

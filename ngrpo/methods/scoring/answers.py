@@ -18,7 +18,8 @@ from ngrpo.methods.scoring import TIMED_OUT, Verdict
 from perturbations.errors import UsageError
 
 _THOUGHT = re.compile(r"<(think|thinking)>.*?</\1>", re.DOTALL)
-_THOUGHT_BEGINS, _THOUGHT_ENDS = re.compile(r"<think(?:ing)?>"), re.compile(r"</think(?:ing)?>")
+_THOUGHT_BEGINS = re.compile(r"<think(?:ing)?>")
+_THOUGHT_ENDS = re.compile(r"</think(?:ing)?>")
 _BOX = re.compile(r"\\(?:boxed|fbox)")
 _BETWEEN_BOXES = re.compile(r"(?:[\s$,]|\\[()]|\band\b|\bor\b|\\text\{\s*(?:and|or)\s*\})*")
 _ASSISTANT = "assistant\n"
@@ -33,14 +34,16 @@ def generated(query: str, prompt: str) -> str:
 
     Where the prompt was cut or decodes differently, the text after the last turn's opening is taken.
     """
-    text = query[len(prompt) :] if query.startswith(prompt) else query.rpartition(_ASSISTANT)[2]
+    is_whole = query.startswith(prompt)
+    text = query.removeprefix(prompt) if is_whole else query.rpartition(_ASSISTANT)[2]
     return f"<think>{text}" if prompt.rstrip().endswith("<think>") else text
 
 
 def visible(text: str) -> str:
     """The text without its thinking. A thinking that was not closed reaches to the end."""
-    text = _THOUGHT_ENDS.split(_THOUGHT.sub("", text))[-1]  # a template may have opened the thinking
-    return _THOUGHT_BEGINS.split(text)[0]
+    without_thoughts = _THOUGHT.sub("", text)
+    after_last_end = _THOUGHT_ENDS.split(without_thoughts)[-1]  # a template may have opened the thinking
+    return _THOUGHT_BEGINS.split(after_last_end)[0]
 
 
 def last_boxes(text: str) -> list[str]:
@@ -91,9 +94,13 @@ def numbers(text: str, *, alone: bool = False) -> list[str]:
 
     ``alone`` leaves numbers with a letter right after them out, such as those of ``2x`` and ``3rd``.
     """
-    texts = [m[0] for m in _NUMBER.finditer(text) if not (alone and re.match(r"\w", text[m.end() :]))]
-    values = (Decimal(number.replace(",", "")) + 0 for number in texts)  # + 0: there is no -0
-    return [format(value.normalize(), "f") for value in values]
+    in_one_form: list[str] = []
+    for match in _NUMBER.finditer(text):
+        if alone and re.match(r"\w", text[match.end() :]):
+            continue
+        value = Decimal(match[0].replace(",", "")) + 0  # + 0: there is no -0
+        in_one_form.append(format(value.normalize(), "f"))
+    return in_one_form
 
 
 def last_number(text: str) -> str | None:
@@ -104,9 +111,12 @@ def last_number(text: str) -> str | None:
 def last_statement(text: str) -> str | None:
     """A canonical final answer where nothing is known of its kind: boxed, or stated, or the last number or line."""
     text = visible(text)
-    said = last_boxed(text) or stated(text) or text
-    lines = [line for line in said.splitlines() if line.strip()]
-    return last_number(said) or (" ".join(lines[-1].lower().strip(" .*").split()) if lines else None)
+    statement = last_boxed(text) or stated(text) or text
+    number = last_number(statement)
+    if number:
+        return number
+    lines = [line for line in statement.splitlines() if line.strip()]
+    return " ".join(lines[-1].lower().strip(" .*").split()) if lines else None
 
 
 def outcome(text: str) -> str:
@@ -150,10 +160,14 @@ def _ask(answer: str, text: str) -> Verdict:
             raise UsageError(
                 "math answers are checked by math-verify, which is not installed. Run: pip install math-verify"
             )
-        command = [sys.executable, "-m", "ngrpo.methods.scoring.math_equality"]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-        pipe, null = subprocess.PIPE, subprocess.DEVNULL
-        _child = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=null, env=environment, text=True)
+        _child = subprocess.Popen(
+            [sys.executable, "-m", "ngrpo.methods.scoring.math_equality"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+            text=True,
+        )
     with suppress(BrokenPipeError):
         print(json.dumps([answer, text]), file=_child.stdin, flush=True)
     reply = _child.stdout.readline()
@@ -219,55 +233,80 @@ def check_choice(answer: str, text: str, options: Sequence[str] | None = None) -
 def chosen_letter(text: str, options: Sequence[str] | None = None) -> str | None:
     """The letter of the last statement; a letter alone, or the only one in a list, where nothing is stated outright."""
     text = _DENIED.sub(" ", visible(text))
-    names: dict[str, str] = {
-        _plain(option).lower(): letter for option, letter in zip(options or (), string.ascii_uppercase)
-    }
+    letter_of: dict[str, str] = {}  # by an option's text
+    for option, letter in zip(options or (), string.ascii_uppercase):
+        letter_of[_plain(option).lower()] = letter
+    claims = _stated_letters(text, letter_of) or [_letter_alone(text, letter_of)]
+    allowed = letter_of.values() if letter_of else [*string.ascii_uppercase]
+    return claims[-1] if claims[-1] in allowed else None
+
+
+def _stated_letters(text: str, letter_of: dict[str, str]) -> list[str]:
+    """The letters that a response states, the one it settles on last.
+
+    Statements from the last box on count alone. Where there are none, the box's content counts after the statements
+    before it.
+    """
     boxes = last_boxes(text)
-    box = max(text.rfind("\\boxed"), text.rfind("\\fbox")) if boxes else 0
-    found: list[str] = _claims(text[box:], names)
-    if boxes and not found:
-        found = _claims(text[:box], names)
-        claim = _claim(_plain(", ".join(dict.fromkeys(boxes))), names) if all(boxes) else ""
-        found += [] if claim is None else [claim]
-    if not found:
-        plain = _plain(text)
-        alone = {(one or other).upper() for one, other in _ALONE.findall(plain)}
-        listed = alone or {one or other for one, other in _LISTED.findall(plain)}
-        found = [listed.pop() if len(listed) == 1 else names.get(plain.strip(" .\n").lower(), "")]
-    return found[-1] if found[-1] in (names.values() if names else [*string.ascii_uppercase]) else None
+    if not boxes:
+        return _claims(text, letter_of)
+    box_begins = max(text.rfind("\\boxed"), text.rfind("\\fbox"))
+    after = _claims(text[box_begins:], letter_of)
+    if after:
+        return after
+    claims = _claims(text[:box_begins], letter_of)
+    # A box that was cut off has no content, and states nothing.
+    in_box = _claim(_plain(", ".join(dict.fromkeys(boxes))), letter_of) if all(boxes) else ""
+    if in_box is not None:
+        claims.append(in_box)
+    return claims
+
+
+def _letter_alone(text: str, letter_of: dict[str, str]) -> str:
+    """The letter alone on its line, or the only one in a list, or that of the option which is the whole text."""
+    plain = _plain(text)
+    letters = {(in_brackets or bare).upper() for in_brackets, bare in _ALONE.findall(plain)}
+    if not letters:
+        letters = {listed or in_brackets for listed, in_brackets in _LISTED.findall(plain)}
+    if len(letters) == 1:
+        return letters.pop()
+    return letter_of.get(plain.strip(" .\n").lower(), "")
 
 
 def _plain(text: str) -> str:
     return _MARKUP.sub("", text)
 
 
-def _claims(text: str, names: dict[str, str]) -> list[str]:
+def _claims(text: str, letter_of: dict[str, str]) -> list[str]:
     """The letters that are stated, in order; an empty one where several are stated at once."""
     plain = _plain(text)
-    found = [(match.start(), match["letter"]) for match in _NAMED.finditer(plain)]
+    claims = [(match.start(), match["letter"]) for match in _NAMED.finditer(plain)]
     for cue in _CUE.finditer(plain):
-        claim = _claim(plain[cue.end() :], names)
+        claim = _claim(plain[cue.end() :], letter_of)
         if claim is not None:
-            found.append((cue.end(), claim))
-    return [claim for _, claim in sorted(found)]
+            claims.append((cue.end(), claim))
+    return [letter for _, letter in sorted(claims)]
 
 
-def _claim(text: str, names: dict[str, str]) -> str | None:
+def _claim(text: str, letter_of: dict[str, str]) -> str | None:
     """The letter that a text begins with, itself or by its option's text; empty for several, else None."""
-    whole, text = text.strip(' :="\n'), _FILLER.sub("", text, count=1).strip()
-    for said in (whole, text):  # an option may begin with a word that is skipped otherwise: "No increase"
-        for name, letter in names.items():
-            if name and said.lower().startswith(name) and _TEXT_ENDS.match(said[len(name) :]):
+    with_filler = text.strip(' :="\n')
+    text = _FILLER.sub("", text, count=1).strip()
+    for beginning in (with_filler, text):  # an option may begin with a filler, such as "No increase"
+        for option, letter in letter_of.items():
+            if option and beginning.lower().startswith(option) and _TEXT_ENDS.match(beginning[len(option) :]):
                 return letter
-    found = _LETTER.match(text)
-    if not found:
+    match = _LETTER.match(text)
+    if not match:
         return None
-    letter, rest = found["letter"].upper(), found["rest"]
+    letter = match["letter"].upper()
+    rest = match["rest"]
     if _SEVERAL.match(rest):
         return ""
-    its_text = any(
-        name and rest.strip(" .):").lower().startswith(name) for name, each in names.items() if each == letter
-    )
-    if _ENDS.match(rest) or its_text or (found["close"] and not re.match(r"\s*is\b", rest)):
+    if _ENDS.match(rest):
         return letter
-    return None
+    if match["close"] and not re.match(r"\s*is\b", rest):
+        return letter
+    following = rest.strip(" .):").lower()
+    own_texts = [option for option, its_letter in letter_of.items() if option and its_letter == letter]
+    return letter if any(following.startswith(option) for option in own_texts) else None

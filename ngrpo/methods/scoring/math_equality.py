@@ -9,6 +9,7 @@ import resource
 import signal
 import sys
 import warnings
+from collections.abc import Iterable
 from dataclasses import asdict
 
 import sympy
@@ -21,6 +22,7 @@ from ngrpo.methods.scoring import UNREADABLE, Verdict
 from ngrpo.methods.scoring.answers import last_boxed
 from ngrpo.methods.scoring.math_reading import (
     Answer,
+    Relation,
     Value,
     canonical,
     exactly,
@@ -33,6 +35,7 @@ from ngrpo.methods.scoring.math_response import prepared, rewritten
 
 CPU_SECONDS = 5
 _MEMORY = 8 << 30
+_PERCENT = ("percent", 1)
 # A decimal with fewer digits has its own value only: 0.33 is not 1/3, 0.333333 is.
 _DIGITS = 6
 _DECIMAL = re.compile(r"-?(\d*)\.(\d+)(?:\s*\\(?:times|cdot)\s*10\^\{?(-?\d+)\}?)?")
@@ -46,35 +49,54 @@ def same(gold: Answer, said: Answer) -> bool:
     if gold.words and len(gold.words) == 1 and said.label and gold.words[0] == said.label.lower():
         return True
     if gold.clock and said.clock:
-        halves = {gold.clock[2], said.clock[2]} - {""}
-        return gold.clock[:2] == said.clock[:2] and len(halves) < 2
-    gold, said = (_as_ratio(answer) for answer in (gold, said))
+        halves = {gold.clock.half, said.clock.half} - {""}
+        return (gold.clock.hours, gold.clock.minutes) == (said.clock.hours, said.clock.minutes) and len(halves) < 2
+    gold = _as_ratio(gold)
+    said = _as_ratio(said)
     if gold.words or said.words:
         return gold.words == (said.words or (letters("".join(said.items)),))
-    for one, other in ((gold, said), (said, gold)):
-        if len(one.items) == 1 and len({item.partition("=")[0] for item in other.items}) == len(other.items) > 1:
-            point = read(f"({','.join(item.rpartition('=')[2] for item in other.items)})")  # x = 2, y = 3
-            return all(map(is_assignment_relation, other.values)) and point is not None and same(one, point)
+    for point, assignments in ((gold, said), (said, gold)):
+        if len(point.items) == 1 and _are_assignments(assignments):
+            return _same_point(point, assignments)
     if len(gold.items) != len(said.items):
         return False
-    percents = [answer.unit == ("percent", 1) for answer in (gold, said)]
     if gold.unit and said.unit and gold.unit != said.unit:
         return False
-    if percents[0] != percents[1] and len(gold.values) == 1:
-        return _same_with_percent(gold, said, percents[1])
-    left = list(zip(said.values, said.items))
-    for value, item in zip(gold.values, gold.items):
-        match = next((each for each in left if equal(value, each[0], item, each[1])), None)
-        if match is None:
+    gold_percent = gold.unit == _PERCENT
+    said_percent = said.unit == _PERCENT
+    if gold_percent != said_percent and len(gold.values) == 1:
+        return _same_with_percent(gold, said, said_percent)
+    unmatched = list(zip(said.values, said.items))
+    for gold_value, gold_item in zip(gold.values, gold.items):
+        for pair in unmatched:
+            said_value, said_item = pair
+            if equal(gold_value, said_value, gold_item, said_item):
+                unmatched.remove(pair)
+                break
+        else:
             return False
-        left.remove(match)
     return True
 
 
+def _are_assignments(answer: Answer) -> bool:
+    """Whether an answer has several items with different left sides, such as ``x = 2, y = 3``."""
+    left_sides = {item.partition("=")[0] for item in answer.items}
+    return len(left_sides) == len(answer.items) > 1
+
+
+def _same_point(point: Answer, assignments: Answer) -> bool:
+    """Whether ``(2, 3)`` is the point of ``x = 2, y = 3``."""
+    right_sides = ",".join(item.rpartition("=")[2] for item in assignments.items)
+    as_point = read(f"({right_sides})")
+    return all(map(is_assignment_relation, assignments.values)) and as_point is not None and same(point, as_point)
+
+
 def _as_ratio(answer: Answer) -> Answer:
+    """A time such as 3:2 as the ratio that it may be; other answers as they are."""
     if answer.clock is None:
         return answer
-    hours, minutes, _ = answer.clock
+    hours = answer.clock.hours
+    minutes = answer.clock.minutes
     if not hours or not minutes:
         return Answer(words=("a time",))
     return Answer(items=(f"{hours}:{minutes}",), values=(sympy.Rational(hours, minutes),))
@@ -82,30 +104,34 @@ def _as_ratio(answer: Answer) -> Answer:
 
 def _same_with_percent(gold: Answer, said: Answer, said_percent: bool) -> bool:
     """50% is 50, where the question is in percent, and 1/2; 5000% is not 50."""
-    (one,), (other,) = gold.values, said.values
-    if equal(one, other, gold.items[0], said.items[0]):
+    (gold_value,) = gold.values
+    (said_value,) = said.values
+    if equal(gold_value, said_value, gold.items[0], said.items[0]):
         return True
-    part, whole = (one, other) if said_percent else (other, one)
-    small = getattr(part, "is_number", False) and bool(abs(part) < 2)
-    return small and bool(getattr(whole, "is_number", False)) and equal(part, whole / 100, "", "")
+    fraction, percent = (gold_value, said_value) if said_percent else (said_value, gold_value)
+    if not (getattr(fraction, "is_number", False) and getattr(percent, "is_number", False)):
+        return False
+    return bool(abs(fraction) < 2) and equal(fraction, percent / 100, "", "")
 
 
 def equal(gold: Value, said: Value, gold_text: str, said_text: str) -> bool:
     """Whether two values are equal: exactly, but for decimals of many digits, which mean an exact value."""
     if isinstance(gold, str) or isinstance(said, str):
         return isinstance(gold, str) and isinstance(said, str) and letters(gold_text) == letters(said_text)
-    relations = [isinstance(value, (Relational, And)) for value in (gold, said)]
-    if all(relations):
+    gold_relation = isinstance(gold, (Relational, And))
+    said_relation = isinstance(said, (Relational, And))
+    if gold_relation and said_relation:
         return _same_relations(gold, said)
-    if relations[1] and isinstance(take_last_relation(said), sympy.Eq) and not _is_multiple(take_first_relation(said)):
+    if said_relation and isinstance(take_last_relation(said), sympy.Eq) and not _is_multiple(take_first_relation(said)):
         return equal(gold, take_last_relation(said).rhs, gold_text, said_text.rpartition("=")[2])
-    if relations[0] and is_assignment_relation(gold):
+    if gold_relation and is_assignment_relation(gold):
         return equal(take_last_relation(gold).rhs, said, gold_text.rpartition("=")[2], said_text)
-    if any(relations):
+    if gold_relation or said_relation:
         sets = (sympy.Set, Relational, And)
         return isinstance(gold, sets) and isinstance(said, sets) and _verified(gold, said)
-    bases = [base[1] for base in map(_BASE.search, (gold_text, said_text)) if base]
-    if len(set(bases)) > 1:
+    gold_base = _BASE.search(gold_text)
+    said_base = _BASE.search(said_text)
+    if gold_base and said_base and gold_base[1] != said_base[1]:
         return False
     if isinstance(gold, sympy.Expr) and isinstance(said, sympy.Expr):
         if gold.is_number and said.is_number:
@@ -114,58 +140,78 @@ def equal(gold: Value, said: Value, gold_text: str, said_text: str) -> bool:
             return True
         return not (gold.is_number or said.is_number) and _verified(exactly(gold), exactly(said))
     if isinstance(gold, sympy.MatrixBase) and isinstance(said, sympy.MatrixBase):
-        return gold.shape == said.shape and all(equal(*pair, "", "") for pair in zip(gold.flat(), said.flat()))
+        return gold.shape == said.shape and _all_equal(gold.flat(), said.flat())
     if isinstance(gold, sympy.Interval) and isinstance(said, sympy.Interval):
-        ends = gold.left_open == said.left_open and gold.right_open == said.right_open
-        return ends and all(equal(*pair, "", "") for pair in ((gold.start, said.start), (gold.end, said.end)))
+        same_openness = gold.left_open == said.left_open and gold.right_open == said.right_open
+        return same_openness and _all_equal((gold.start, gold.end), (said.start, said.end))
     if isinstance(gold, sympy.Tuple) and isinstance(said, sympy.Tuple):
-        return len(gold) == len(said) and all(equal(*pair, "", "") for pair in zip(gold, said))
+        return len(gold) == len(said) and _all_equal(gold, said)
     return _verified(gold, said)
+
+
+def _all_equal(gold: Iterable[Value], said: Iterable[Value]) -> bool:
+    return all(equal(gold_value, said_value, "", "") for gold_value, said_value in zip(gold, said))
 
 
 def _is_multiple(equation: Value) -> bool:
     """Whether an equation is one such as 2x = 7, which is not solved."""
     factors = equation.lhs.args if isinstance(equation.lhs, sympy.Mul) else ()
-    return len(factors) == 2 and any(one.is_number for one in factors) and any(one.is_Symbol for one in factors)
+    has_number = any(factor.is_number for factor in factors)
+    has_symbol = any(factor.is_Symbol for factor in factors)
+    return len(factors) == 2 and has_number and has_symbol
 
 
 def _same_numbers(gold: Value, said: Value, gold_text: str, said_text: str) -> bool:
-    exact, other = exactly(gold).doit(), exactly(said).doit()
-    if exact == other:
+    exact_gold = exactly(gold).doit()
+    exact_said = exactly(said).doit()
+    if exact_gold == exact_said:
         return True
-    if exact.is_Rational and other.is_Rational and not (gold.has(sympy.Float) or said.has(sympy.Float)):
+    has_decimals = gold.has(sympy.Float) or said.has(sympy.Float)
+    if exact_gold.is_Rational and exact_said.is_Rational and not has_decimals:
         return False
-    if exact.is_infinite or other.is_infinite:
+    if exact_gold.is_infinite or exact_said.is_infinite:
         return False
-    sizes = [abs(value).evalf(40) for value in (exact, other, exact.evalf(40) - other.evalf(40))]
-    if not all(size.is_comparable for size in sizes):
-        return _verified(exact, other)
-    *both, difference = sizes
-    if difference <= max(both) * sympy.Float("1e-30"):
+    gold_size = abs(exact_gold).evalf(40)
+    said_size = abs(exact_said).evalf(40)
+    difference = abs(exact_gold.evalf(40) - exact_said.evalf(40)).evalf(40)
+    if not (gold_size.is_comparable and said_size.is_comparable and difference.is_comparable):
+        return _verified(exact_gold, exact_said)
+    if difference <= max(gold_size, said_size) * sympy.Float("1e-30"):
         return True
-    for text, value in ((said_text, exact), (gold_text, other)):
-        digits = _DECIMAL.fullmatch(text.strip())
-        if digits and not value.is_Integer and not (gold.has(sympy.Float) and said.has(sympy.Float)):
-            many = len((digits[1] + digits[2]).lstrip("0")) >= _DIGITS
-            return many and bool(difference <= sympy.Rational(10) ** (int(digits[3] or 0) - len(digits[2])))
+    both_decimals = gold.has(sympy.Float) and said.has(sympy.Float)
+    for text, exact in ((said_text, exact_gold), (gold_text, exact_said)):
+        decimal = _DECIMAL.fullmatch(text.strip())
+        if decimal and not exact.is_Integer and not both_decimals:
+            before_point, after_point, exponent = decimal.groups()
+            digits = (before_point + after_point).lstrip("0")
+            last_place = sympy.Rational(10) ** (int(exponent or 0) - len(after_point))
+            return len(digits) >= _DIGITS and bool(difference <= last_place)
     return False
 
 
 def _same_relations(gold: Value, said: Value) -> bool:
     """Equations are equal up to a factor, inequalities up to a positive one."""
-    ones, others = ([*relations_of(value)] for value in (gold, said))
+    gold_relations = list(relations_of(gold))
+    said_relations = list(relations_of(said))
     if is_assignment_relation(gold) and is_assignment_relation(said):
-        ones, others = ones[-1:], others[-1:]
-    return len(ones) == len(others) and all(any(_same_relation(one, other) for other in others) for one in ones)
-
-
-def _same_relation(one: tuple[str, Value], other: tuple[str, Value]) -> bool:
-    if one[0] != other[0]:
+        gold_relations = gold_relations[-1:]
+        said_relations = said_relations[-1:]
+    if len(gold_relations) != len(said_relations):
         return False
-    factor = sympy.cancel(sympy.together(one[1] / other[1]))
+    for gold_relation in gold_relations:
+        if not any(_same_relation(gold_relation, said_relation) for said_relation in said_relations):
+            return False
+    return True
+
+
+def _same_relation(gold: Relation, said: Relation) -> bool:
+    if gold.name != said.name:
+        return False
+    factor = sympy.cancel(sympy.together(gold.difference / said.difference))
     if not factor.is_number:
         factor = sympy.simplify(factor)
-    return bool(factor.is_number and factor.is_nonzero and ("Than" not in one[0] or factor.is_positive))
+    is_inequality = "Than" in gold.name
+    return bool(factor.is_number and factor.is_nonzero and (factor.is_positive or not is_inequality))
 
 
 def _verified(gold: Value, said: Value) -> bool:
@@ -174,19 +220,18 @@ def _verified(gold: Value, said: Value) -> bool:
 
 def compare(answer: str, text: str) -> Verdict:
     """The verdict on a response, and its final answer in canonical form."""
-    found, settled = prepared(text)
+    answer_text, settled = prepared(text)
     if not settled:
-        parsed = parse(found, parsing_timeout=0, extraction_mode="first_match") if found else []
-        found = rewritten(str(parsed[-1])) if parsed else ""
-    if not found:
+        parsed = []
+        if answer_text:
+            parsed = parse(answer_text, parsing_timeout=0, extraction_mode="first_match")
+        answer_text = rewritten(str(parsed[-1])) if parsed else ""
+    if not answer_text:
         return Verdict(UNREADABLE)
     gold = read(rewritten(last_boxed(answer) or answer))
-    # An open operation, as in the question's "2 + 3 * 4", is no answer to a question for a number.
-    rational = gold is not None and [bool(getattr(value, "is_Rational", False)) for value in gold.values] == [True]
-    finished = rational and not unfinished(gold.items)
-    said = read(found, finished=finished)
-    if gold is None and letters(found) == letters(rewritten(answer)):
-        return Verdict.of(True, letters(found))  # a damaged reference has its text alone
+    said = read(answer_text, finished=gold is not None and _asks_for_number(gold))
+    if gold is None and letters(answer_text) == letters(rewritten(answer)):
+        return Verdict.of(True, letters(answer_text))  # a damaged reference has its text alone
     if said is None:
         return Verdict(UNREADABLE)
     if gold is None:
@@ -194,6 +239,12 @@ def compare(answer: str, text: str) -> Verdict:
     right = same(gold, said)
     # 1.2857142857 is right for 9/7 and then counts as the same answer.
     return Verdict.of(right, gold.form if right else said.form)
+
+
+def _asks_for_number(gold: Answer) -> bool:
+    """Whether an open operation, such as the question's ``2 + 3 * 4``, is no answer: the reference is one number."""
+    is_number = len(gold.values) == 1 and bool(getattr(gold.values[0], "is_Rational", False))
+    return is_number and not unfinished(gold.items)
 
 
 def main() -> None:
@@ -204,7 +255,8 @@ def main() -> None:
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what a library prints is no reply
     for line in sys.stdin:
-        signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)  # the system ends the process: sympy catches exceptions
+        # The system then ends the process: an exception would be caught by sympy.
+        signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
         try:
             verdict = compare(*json.loads(line))
         except Exception:

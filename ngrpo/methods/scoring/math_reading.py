@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import sympy
 from latex2sympy2_extended import NormalizationConfig
@@ -53,12 +53,27 @@ _UNITS = {
 }  # fmt: skip
 
 
+class Clock(NamedTuple):
+    """A time of day; ``half`` is ``a``, ``p`` or empty."""
+
+    hours: int
+    minutes: int
+    half: str
+
+
+class Relation(NamedTuple):
+    """An equation or inequality: sympy's name of it, and its left side less its right one."""
+
+    name: str
+    difference: Value
+
+
 @dataclass(frozen=True)
 class Answer:
     """An answer in parts: items as LaTeX with sympy's form of each; words instead where it is no expression."""
 
     words: tuple[str, ...] | None = None
-    clock: tuple[int, int, str] | None = None
+    clock: Clock | None = None
     items: tuple[str, ...] = ()
     values: tuple[Value, ...] = ()
     unit: tuple[str, int] | None = None
@@ -73,22 +88,23 @@ def read(text: str, finished: bool = False) -> Answer | None:
     Kept, because responses to one problem often have the same answer.
     """
     label = unit = None
-    lead = _LABEL.match(text)
-    if lead:
-        label, text = lead[1] or lead[2], text[lead.end() :] or lead[1] or lead[2]
-    money = _CURRENCY.match(text)
-    if money:
-        unit = ({"€": "euro", "£": "pound", "¥": "yen"}.get(money[2][-1], "dollar"), 1)
-        text = money[1] + text[money.end() :]
+    label_match = _LABEL.match(text)
+    if label_match:
+        label = label_match[1] or label_match[2]
+        text = text[label_match.end() :] or label
+    currency = _CURRENCY.match(text)
+    if currency:
+        sign, symbol = currency.groups()
+        unit = ({"€": "euro", "£": "pound", "¥": "yen"}.get(symbol[-1], "dollar"), 1)
+        text = sign + text[currency.end() :]
     plain = " ".join(re.sub(rf"(?:{TEXT}|^)\{{([^{{}}]*)\}}", r" \1 ", text).split())
-    clock = _CLOCK.fullmatch(plain)
-    if clock:
-        time = (int(clock[1]), int(clock[2]), (clock[3] or "").lower())
-        return Answer(clock=time, form=f"{time[0]}:{clock[2]}")
+    time = _CLOCK.fullmatch(plain)
+    if time:
+        hours, minutes, half = time.groups()
+        return Answer(clock=Clock(int(hours), int(minutes), (half or "").lower()), form=f"{int(hours)}:{minutes}")
     if _is_words(text, plain):
-        parts = re.split(r"[,;&]|\band\b|\bor\b", re.sub(r"\\[{}]", "", plain.lower()))
-        words = sorted(filter(None, (re.sub(r"^(?:the|an?)\s|[^a-z0-9]", "", part.strip()) for part in parts)))
-        return Answer(words=tuple(words), label=label, form=", ".join(words)) if words else None
+        words = _words(plain)
+        return Answer(words=words, label=label, form=", ".join(words)) if words else None
     text, unit = _without_unit(text, unit)
     items = _items(text)
     if finished and unfinished(items):
@@ -97,36 +113,55 @@ def read(text: str, finished: bool = False) -> Answer | None:
     if not items or any(value is None for value in values):
         return None
     joined = _joined(text, values)
-    items, values = ((text,), (joined,)) if joined else (items, values)
+    if joined:
+        items = (text,)
+        values = (joined,)
     form = ", ".join(sorted(canonical(value) or str(value) for value in values))
     return Answer(items=items, values=values, unit=unit, label=label, form=form)
+
+
+def _words(plain: str) -> tuple[str, ...]:
+    """The words of a list, in alphabetical order, without articles and signs."""
+    parts = re.split(r"[,;&]|\band\b|\bor\b", re.sub(r"\\[{}]", "", plain.lower()))
+    words = [re.sub(r"^(?:the|an?)\s|[^a-z0-9]", "", part.strip()) for part in parts]
+    return tuple(sorted(word for word in words if word))
 
 
 def _is_words(text: str, plain: str) -> bool:
     """Whether an answer is a name, a word or labels such as ABC, which are no products of letters."""
     if re.search(r"\\(?![{}])|[=<>+*^_|/]", plain) or not re.match(r"\W*[A-Za-z]", plain):
         return False
-    wrapped = bool(re.match(rf"\W*{TEXT}\{{", text))
-    return wrapped or (bool(re.match(r"\W*(?:[A-Z]+\b|[A-Za-z]{4,})", plain)) and not re.search(r"\d[A-Za-z]", plain))
+    if re.match(rf"\W*{TEXT}\{{", text):
+        return True
+    begins_with_word = bool(re.match(r"\W*(?:[A-Z]+\b|[A-Za-z]{4,})", plain))
+    return begins_with_word and not re.search(r"\d[A-Za-z]", plain)
 
 
 def _without_unit(text: str, unit: tuple[str, int] | None) -> tuple[str, tuple[str, int] | None]:
-    if degrees := _DEGREES.search(text):
+    """The text without a unit at its end, and the unit with its power; ``unit`` where the text has none."""
+    degrees = _DEGREES.search(text)
+    if degrees:
         return text[: degrees.start()], ("degree", 1)
-    found = _UNIT.search(text)
-    if not found or (re.search(r"\d", found["a"] or found["b"] or "") and not found["a"]):
+    match = _UNIT.search(text)
+    if not match:
         return text, unit
-    name = next(filter(None, found.groups())).lower().strip(" .\\")
-    power = int(found["power"] or 1)
-    if match := re.fullmatch(r"(.*?)\s*\^\{?(\d)\}?", name):
-        name, power = match[1], int(match[2])
-    for word, its in (("square ", 2), ("sq ", 2), ("cubic ", 3)):
+    if not match["a"] and re.search(r"\d", match["b"] or ""):
+        return text, unit
+    name = next(filter(None, match.groups())).lower().strip(" .\\")
+    power = int(match["power"] or 1)
+    in_name = re.fullmatch(r"(.*?)\s*\^\{?(\d)\}?", name)
+    if in_name:
+        name = in_name[1]
+        power = int(in_name[2])
+    for word, its_power in (("square ", 2), ("sq ", 2), ("cubic ", 3)):
         if name.startswith(word):
-            name, power = name.removeprefix(word), its
-    name = "/".join(part if part in _UNITS else part.removesuffix("s") for part in re.split(r"\s*/\s*|\s+per\s+", name))
-    if found["d"] and name not in _UNITS:
+            name = name.removeprefix(word)
+            power = its_power
+    parts = re.split(r"\s*/\s*|\s+per\s+", name)
+    name = "/".join(part if part in _UNITS else part.removesuffix("s") for part in parts)
+    if match["d"] and name not in _UNITS:
         return text, unit
-    return text[: found.start()], (_UNITS[name], power) if name in _UNITS else unit
+    return text[: match.start()], (_UNITS[name], power) if name in _UNITS else unit
 
 
 def _items(text: str) -> tuple[str, ...]:
@@ -138,20 +173,22 @@ def _items(text: str) -> tuple[str, ...]:
     text = re.sub(rf"(?<![\w.])(?<![A-Za-z] )(\d+(?:\.\d+)?){SPACE}+(?=\d)", r"\1,", text)
     if re.fullmatch(r"\\\{.*\\\}", text) and text.count(r"\{") == 1:
         text = text[2:-2]
-    parts, depth = [""], 0
+    parts = [""]
+    depth = 0
     for character in text:
         depth += (character in "([{") - (character in ")]}")
         if character == "," and depth == 0:
             parts.append("")
         else:
             parts[-1] += character
-    items = [re.sub(rf"^(?:{SPACE}|=|\\approx)+|(?:{SPACE})+$", "", part) for part in parts]
-    return tuple(
-        each
-        for item in items
-        if item
-        for each in ([item.replace(r"\pm", sign, 1) for sign in "+-"] if item.count(r"\pm") == 1 else [item])
-    )
+    items: list[str] = []
+    for part in parts:
+        item = re.sub(rf"^(?:{SPACE}|=|\\approx)+|(?:{SPACE})+$", "", part)
+        if item.count(r"\pm") == 1:
+            items += [item.replace(r"\pm", "+"), item.replace(r"\pm", "-")]
+        elif item:
+            items.append(item)
+    return tuple(items)
 
 
 def unfinished(items: Sequence[str]) -> bool:
@@ -181,8 +218,8 @@ def _value(item: str) -> Value:
     if value in (sympy.true, sympy.false) or value.has(sympy.zoo, sympy.nan):
         return None
     if isinstance(value, Relational) and value.lhs == value.rhs:
-        said = len({*map(letters, item.split("="))}) > 1  # 6/8 = 3/4 says something, 1 = 1 does not
-        return value.rhs if said and isinstance(value, sympy.Eq) and value.rhs.is_number else None
+        says_something = len({*map(letters, item.split("="))}) > 1  # 6/8 = 3/4 does, 1 = 1 does not
+        return value.rhs if says_something and isinstance(value, sympy.Eq) and value.rhs.is_number else None
     return value
 
 
@@ -191,36 +228,44 @@ def _joined(text: str, values: Sequence[Value]) -> Value:
 
     Without an "or" it is what all of them hold for, unless there is nothing: x < 2 and x > 3 are parts of a union.
     """
-    if len(values) < 2 or any(
-        not isinstance(each, (Relational, And)) or each.has(sympy.Eq, sympy.Ne) for each in values
-    ):
+    if len(values) < 2:
         return None
+    for value in values:
+        if not isinstance(value, (Relational, And)) or value.has(sympy.Eq, sympy.Ne):
+            return None
     with suppress(Exception):
-        if len({symbol for each in values for symbol in each.free_symbols}) == 1:
-            sets = [each.as_set() for each in values]
-            both = sympy.Intersection(*sets)
-            return sympy.Union(*sets) if both is sympy.S.EmptySet or re.search(r"\bor\b", text) else both
+        symbols = {symbol for value in values for symbol in value.free_symbols}
+        if len(symbols) == 1:
+            sets = [value.as_set() for value in values]
+            intersection = sympy.Intersection(*sets)
+            if intersection is sympy.S.EmptySet or re.search(r"\bor\b", text):
+                return sympy.Union(*sets)
+            return intersection
     return None
 
 
-def relations_of(value: Value) -> Sequence[tuple[str, Value]]:
-    parts = getattr(value, "_unsorted_args", [value])  # of a chain such as 1 < x < 2
-    found = []
-    for part in parts:
-        sides = exactly(part.lhs - part.rhs)
+def relations_of(value: Value) -> list[Relation]:
+    """The relations of a value, or of a chain such as 1 < x < 2; "less" is turned round to "greater"."""
+    relations = []
+    for part in getattr(value, "_unsorted_args", [value]):
         name = type(part).__name__
+        difference = exactly(part.lhs - part.rhs)
         if name in ("LessThan", "StrictLessThan"):
-            sides, name = -sides, name.replace("Less", "Greater")
-        found.append((name, sides))
-    return found
+            name = name.replace("Less", "Greater")
+            difference = -difference
+        relations.append(Relation(name, difference))
+    return relations
 
 
 def letters(text: str) -> str:
+    """A text as it is compared: in lower case, without blanks and text commands."""
     return "".join(re.sub(rf"{TEXT}\{{([^{{}}]*)\}}", r"\1", text).lower().split())
 
 
 def exactly(value: Value) -> Value:
-    return value.xreplace({number: sympy.Rational(str(number)) for number in value.atoms(sympy.Float)})
+    """A value with its decimals as fractions."""
+    fractions = {number: sympy.Rational(str(number)) for number in value.atoms(sympy.Float)}
+    return value.xreplace(fractions)
 
 
 def canonical(value: Value) -> str | None:
@@ -236,9 +281,10 @@ def _normal(item: Value) -> Value:
     if is_assignment_relation(item):
         item = take_last_relation(item).rhs
     if isinstance(item, (Relational, And)):
-        return sympy.Tuple(
-            *(sympy.Symbol(f"{name} {sympy.sstr(_normal(sides))}") for name, sides in relations_of(item))
-        )
+        symbols = []
+        for relation in relations_of(item):
+            symbols.append(sympy.Symbol(f"{relation.name} {sympy.sstr(_normal(relation.difference))}"))
+        return sympy.Tuple(*symbols)
     if isinstance(item, sympy.MatrixBase):
         return item.applyfunc(_normal)
     if isinstance(item, (FiniteSet, sympy.FiniteSet, sympy.Tuple, sympy.Interval, sympy.Union)):
@@ -246,6 +292,7 @@ def _normal(item: Value) -> Value:
     item = exactly(item.doit())
     if not isinstance(item, sympy.Expr) or (item.is_number and item.is_Rational) or item.count_ops() > _OPERATIONS:
         return item
-    if any(power.base.is_Add and power.exp.is_number and abs(power.exp) > _EXPANDED for power in item.atoms(sympy.Pow)):
-        return item
+    for power in item.atoms(sympy.Pow):
+        if power.base.is_Add and power.exp.is_number and abs(power.exp) > _EXPANDED:
+            return item
     return sympy.expand(sympy.radsimp(sympy.cancel(item)))

@@ -2,6 +2,7 @@
 """The final answer of a response as LaTeX that math-verify reads."""
 
 import re
+from collections.abc import Sequence
 from decimal import Decimal
 from itertools import pairwise
 
@@ -63,15 +64,19 @@ _SCALE = re.compile(
 
 
 def _scaled(match: re.Match[str]) -> str:
-    number = Decimal(match[1].replace(",", "")) * _SCALES[match[4]]
-    return f"{number.normalize():f}{match[2]}{'' if match[5] else match[3] or ''}"
+    """``7 million`` as ``7000000``. In ``7\\text{ million dollars}`` the text command stays open."""
+    digits, dollar, text_begins, scale, text_ends = match.groups()
+    number = Decimal(digits.replace(",", "")) * _SCALES[scale]
+    still_open = text_begins if text_begins and not text_ends else ""
+    return f"{number.normalize():f}{dollar}{still_open}"
 
 
 def _repeating(match: re.Match[str]) -> str:
-    """A decimal that repeats is a fraction."""
-    whole, once, again = match.groups()
-    numerator, power = int(whole + once + again) - int(f"0{whole}{once}"), 10 ** len(once)
-    return rf"\frac{{{numerator}}}{{{power * (10 ** len(again) - 1)}}}"
+    """A repeating decimal as a fraction: 0.1\\overline{6} is (16 - 1) / 90."""
+    whole, once, repeating = match.groups()
+    numerator = int(whole + once + repeating) - int(f"0{whole}{once}")
+    denominator = 10 ** len(once) * (10 ** len(repeating) - 1)
+    return rf"\frac{{{numerator}}}{{{denominator}}}"
 
 
 # Symbols and layouts that math-verify reads as something else, or not at all.
@@ -146,51 +151,74 @@ def prepared(text: str) -> tuple[str, bool]:
             return rewritten(", ".join(dict.fromkeys(boxes)) if all(boxes) else ""), True
         tagged = _TAGGED.findall(part)
         if tagged:
-            inner = list(_STATED.finditer(tagged[-1]))
-            answer = tail = (inner[-1]["rest"] or inner[-1]["below"] if inner else tagged[-1]).strip()
+            answer = tail = _in_tag(tagged[-1])
             if "\n" in answer:
                 return rewritten(answer), True
             break
-        corrected = _CORRECTED.fullmatch(text[start:]) if start else None
+        corrected = _CORRECTED.fullmatch(part) if start else None
+        if corrected:
+            answer = corrected["rest"]
+            break
         statements = list(_STATED.finditer(part[-_TAIL:]))
         if open_until:
             statements = [match for match in statements if not re.search(_MAYBE, match[0], re.I)]
-        stated = corrected or next(reversed(statements), None)
-        if stated:
-            answer = stated.groupdict().get("below") or stated["rest"]
+        if statements:
+            answer = statements[-1]["below"] or statements[-1]["rest"]
             break
 
     if open_until and answer is None:
         tail = text[open_until:][-_TAIL:].strip()
     for candidate in (answer, tail):
-        if not candidate or "\n" in candidate.strip():
-            continue
-        formulas = list(_MATH.finditer(candidate.replace("\\$", "\\ ")))
-        lead = candidate[: formulas[0].start()] if formulas else candidate
-        words = _LEADING.sub("", lead, count=1) if _LEADING.match(lead) else lead
-        if formulas and not re.search(r"\d", words) and not _SENTENCE_ENDS.search(words):
-            found = [formulas[0][formulas[0].lastgroup or 0]]
-            for before, after in pairwise(formulas):
-                if not re.fullmatch(r"\s*,?\s*(?:\band\b|\bor\b)?\s*", candidate[before.end() : after.start()]):
-                    break
-                found.append(after[after.lastgroup or 0])
-            if len(candidate) - formulas[len(found) - 1].end() < _LONGEST or candidate is answer:
-                return rewritten(", ".join(found)), True
-            continue
-        said = _SENTENCE_ENDS.split(words.strip())[0].strip()
-        if candidate is answer and _BOUND.search(said):
-            return "", True
-        allowed = 2 if any(c.isdigit() for c in said) else 1
-        plain = re.sub(rf"{TEXT}\{{[^{{}}]*\}}", "", said)
-        if (
-            said
-            and len(said) <= _LONGEST
-            and len(_WORDS.findall(plain)) <= allowed
-            and not _WORD_BEFORE_NUMBER.search(said)
-            and (candidate is answer or not _SENTENCE_ENDS.search(words.strip().rstrip(".!")))
-        ):
-            return rewritten(said), True
+        if candidate and "\n" not in candidate.strip():
+            settled = _settled(candidate, is_stated=candidate is answer)
+            if settled is not None:
+                return settled, True
     return _QUESTION.sub("", tail), False
+
+
+def _in_tag(text: str) -> str:
+    """What the text of an ``<answer>`` tag states, or all of it."""
+    statements = list(_STATED.finditer(text))
+    if statements:
+        text = statements[-1]["rest"] or statements[-1]["below"]
+    return text.strip()
+
+
+def _settled(candidate: str, *, is_stated: bool) -> str | None:
+    """A line's answer as LaTeX, empty for a bound; None where the line is more than an answer.
+
+    ``is_stated``: whether it follows "answer is" or the like, after which words of a sentence may follow.
+    """
+    formulas = list(_MATH.finditer(candidate.replace("\\$", "\\ ")))
+    lead = candidate[: formulas[0].start()] if formulas else candidate
+    words = _LEADING.sub("", lead, count=1) if _LEADING.match(lead) else lead
+    if formulas and not re.search(r"\d", words) and not _SENTENCE_ENDS.search(words):
+        joined = _joined_formulas(candidate, formulas)
+        length_after = len(candidate) - joined[-1].end()
+        if length_after < _LONGEST or is_stated:
+            return rewritten(", ".join(formula[formula.lastgroup or 0] for formula in joined))
+        return None
+    said = _SENTENCE_ENDS.split(words.strip())[0].strip()
+    if is_stated and _BOUND.search(said):
+        return ""
+    if not said or len(said) > _LONGEST or _WORD_BEFORE_NUMBER.search(said):
+        return None
+    allowed_words = 2 if any(character.isdigit() for character in said) else 1
+    without_text = re.sub(rf"{TEXT}\{{[^{{}}]*\}}", "", said)
+    if len(_WORDS.findall(without_text)) > allowed_words:
+        return None
+    goes_on = _SENTENCE_ENDS.search(words.strip().rstrip(".!"))
+    return rewritten(said) if is_stated or not goes_on else None
+
+
+def _joined_formulas(text: str, formulas: Sequence[re.Match[str]]) -> list[re.Match[str]]:
+    """The first formula and those joined to it by a comma, "and" or "or"."""
+    joined = [formulas[0]]
+    for before, after in pairwise(formulas):
+        if not re.fullmatch(r"\s*,?\s*(?:\band\b|\bor\b)?\s*", text[before.end() : after.start()]):
+            break
+        joined.append(after)
+    return joined
 
 
 def _open_until(text: str) -> int:

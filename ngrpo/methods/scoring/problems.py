@@ -79,29 +79,33 @@ def load_problems(
     """
     if scorer != "auto":
         check_scorer_name(scorer)
-    for note in alarm_notes("--scorer", scorer) if scorer.endswith(".py") else ():
-        report(f"warning: {note}")
+    if scorer.endswith(".py"):
+        for note in alarm_notes("--scorer", scorer):
+            report(f"warning: {note}")
     if limit is not None and limit < 1:
         raise UsageError(f"limit={limit}: must be at least 1.")
     name, rows = _rows(source, limit, split)
-    first, answered = "", any(name in rows[0] for name in _ANSWERS)
+    first_layout = ""
+    answered = any(column in rows[0] for column in _ANSWERS)
     problems = []
-    for i, row in enumerate(rows):
-        where = f"--data {source}: row {i + 1}"
+    for index, row in enumerate(rows):
+        where = f"--data {source}: row {index + 1}"
         layout, read = _layout(where, row, answered, input_key, label_key)
-        first = first or layout
-        if layout != first:
-            raise UsageError(f"{where} has the {layout} layout, row 1 the {first} layout. Give each a file of its own.")
+        first_layout = first_layout or layout
+        if layout != first_layout:
+            raise UsageError(
+                f"{where} has the {layout} layout, row 1 the {first_layout} layout. Give each a file of its own."
+            )
         try:
             problem = replace(read(row), template={**(template or {}), **conversation.tools_of(row)})
             if conversation.INPUT_TEMPLATE in problem.template:  # needs no tokenizer
                 conversation.rendered(None, problem.messages, problem.template)
         except (ValueError, KeyError, TypeError) as error:
             raise UsageError(f"{where} ({layout} layout): {error}") from None
-        problem = replace(problem, id=f"{name}-{i}", scorer=problem.scorer if scorer == "auto" else scorer)
+        problem = replace(problem, id=f"{name}-{index}", scorer=problem.scorer if scorer == "auto" else scorer)
         if problem.answer or problem.scorer == "reasoning_gym":
-            form = "" if layout in ("verl", "OpenRLHF") else LETTER if problem.scorer == "choice" else BOXED
-            problems.append(_completed(where, problem, form if instruction is None else instruction))
+            appended = _usual_instruction(layout, problem) if instruction is None else instruction
+            problems.append(_completed(where, problem, appended))
         elif not skip_unanswered:
             raise UsageError(
                 f"{where} has no answer ({layout} layout; columns {', '.join(row)}). Add the reference, or leave such"
@@ -110,8 +114,15 @@ def load_problems(
     if len(problems) < len(rows):
         report(f"{len(rows) - len(problems)} of {len(rows)} problems of {source} have no answer and are left out")
     if not problems:
-        raise UsageError(f"--data {source}: no row has an answer ({first} layout). Add the references.")
+        raise UsageError(f"--data {source}: no row has an answer ({first_layout} layout). Add the references.")
     return problems
+
+
+def _usual_instruction(layout: str, problem: Problem) -> str:
+    """A sentence on the answer's form after a bare question; a training set's prompts have their own."""
+    if layout in ("verl", "OpenRLHF"):
+        return ""
+    return LETTER if problem.scorer == "choice" else BOXED
 
 
 def _completed(where: str, problem: Problem, instruction: str) -> Problem:
@@ -165,10 +176,10 @@ def _rows(source: str, limit: int | None, split: str | None) -> tuple[str, list[
         ) from None
     if isinstance(loaded, dict):
         splits = [str(split) for split in loaded]
-        chosen = next((split for split in _SPLITS if split in splits), splits[0] if len(splits) == 1 else None)
-        if chosen is None:
+        usual = [split for split in _SPLITS if split in splits]
+        if not usual and len(splits) > 1:
             raise UsageError(f"--data {name}: has the splits {', '.join(splits)}. Name one: {name}@{splits[0]}.")
-        loaded = loaded[chosen]
+        loaded = loaded[usual[0] if usual else splits[0]]
     rows = [dict(row) for row in islice(iter(loaded), limit)]
     if not rows:
         raise UsageError(f"--data {name} is empty. Name another split: {name}@SPLIT.")
@@ -182,7 +193,7 @@ def offline_if_unreachable(name: str) -> Iterator[None]:
     from huggingface_hub import HfApi, constants
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
-    before = constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE
+    before = (constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE)
     try:
         if not any(before):
             HfApi().dataset_info(name, timeout=HUB_SECONDS)
@@ -239,28 +250,37 @@ def _openrlhf(row: Row, input_key: str, label_key: str) -> Problem:
     answer = reference(label)
     entry = _mapping(answer)
     if "entry" in entry and "dataset" in entry:  # written by the task reasoning_gym
-        return Problem("", messages, str(entry["entry"].get("answer") or ""), "reasoning_gym", {"label": answer})
+        return Problem(
+            id="",
+            messages=messages,
+            answer=str(entry["entry"].get("answer") or ""),
+            scorer="reasoning_gym",
+            meta={"label": answer},
+        )
     problem = _guessed(messages, answer)
     return problem if label == answer else replace(problem, meta={"raw_label": label})
 
 
 def _gpqa(row: Row) -> Problem:
-    question, right = str(row["Question"]), str(row["Correct Answer"] or "").strip()
-    options = [right, *(str(row[key]).strip() for key in _GPQA[2:])]
+    question = str(row["Question"])
+    right = str(row["Correct Answer"] or "").strip()
+    wrong = [str(row[column]).strip() for column in _GPQA[2:]]
+    options = [right, *wrong]
     # The right option comes first in the file: shuffled by the question alone, so alike in every run.
     random.Random(question).shuffle(options)
     lines = [f"{letter}) {option}" for letter, option in zip(string.ascii_uppercase, options)]
     messages = _messages("\n".join([question.strip(), "", *lines]))
     answer = string.ascii_uppercase[options.index(right)] if right else ""
-    return Problem("", messages, answer, "choice", {"options": options})
+    return Problem(id="", messages=messages, answer=answer, scorer="choice", meta={"options": options})
 
 
 def _question(row: Row) -> Problem:
-    if column := next((name for name in _OPTIONS if row.get(name)), None):
-        raise UsageError(
-            f"the column {column!r} is not read ({row[column]!r:.80}). Write its options into the question, A) first,"
-            " with the right letter as the answer, and leave the column out."
-        )
+    for column in _OPTIONS:
+        if row.get(column):
+            raise UsageError(
+                f"the column {column!r} is not read ({row[column]!r:.80}). Write its options into the question, A)"
+                " first, with the right letter as the answer, and leave the column out."
+            )
     question = next((name for name in _QUESTIONS if name in row), "question")
     column = next((name for name in _ANSWERS if name in row), "answer")
     answer = reference(row.get(column))
@@ -273,16 +293,19 @@ def _question(row: Row) -> Problem:
 
 def _guessed(messages: Messages, answer: str) -> Problem:
     """Scored by ``choice`` where the answer is a letter and the question lists options A and B, else by ``math``."""
-    listed = {"A", "B"} <= set(_LISTED.findall(messages[-1]["content"]))
-    return Problem("", messages, answer, "choice" if listed and re.fullmatch(r"\(?[A-J]\)?", answer) else "math")
+    lists_options = {"A", "B"} <= set(_LISTED.findall(messages[-1]["content"]))
+    is_letter = re.fullmatch(r"\(?[A-J]\)?", answer) is not None
+    return Problem(id="", messages=messages, answer=answer, scorer="choice" if lists_options and is_letter else "math")
 
 
 def _messages(value: Any) -> Messages:
     """A text as a user's message, or a list of messages with every field that a chat template may show."""
-    if fault := conversation.fault(value):
+    fault = conversation.fault(value)
+    if fault:
         fix = conversation.FIXES.get(fault, conversation.PROMPT)
         raise UsageError(f"no question: the prompt is {fault}. {fix}")
-    return tuple(conversation.normalised([{"role": "user", "content": value}] if isinstance(value, str) else value))
+    messages = [{"role": "user", "content": value}] if isinstance(value, str) else value
+    return tuple(conversation.normalised(messages))
 
 
 def reference(value: object) -> str:

@@ -8,9 +8,17 @@ alarms: its `parse` and `verify` raise there, and a reward function that catches
 import ast
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
-# A function of math-verify: the argument that limits its time, and the argument's place.
-_LIMITS = {"parse": ("parsing_timeout", 4), "verify": ("timeout_seconds", 6)}
+
+class _TimeLimit(NamedTuple):
+    """An argument of math-verify that limits the time of a call, and its place among the positional ones."""
+
+    argument: str
+    place: int
+
+
+_LIMITS = {"parse": _TimeLimit("parsing_timeout", place=4), "verify": _TimeLimit("timeout_seconds", place=6)}
 _SIGNAL = ("signal.signal",)
 _METRIC = ("math_verify.metric.math_metric", "math_verify.math_metric")
 
@@ -20,7 +28,8 @@ def alarm_notes(subject: str, path: str) -> Iterator[str]:
 
     Of a reward file, and of the files of its folder that it imports. One that cannot be read has no warning.
     """
-    waiting, read = [Path(path).expanduser()], set[Path]()
+    waiting = [Path(path).expanduser()]
+    read: set[Path] = set()
     while waiting:
         file = waiting.pop(0)
         read.add(file)
@@ -46,9 +55,9 @@ def _notes(subject: str, tree: ast.AST, names: Mapping[str, str]) -> Iterator[st
         elif called in _METRIC:
             fix = "Call math-verify's parse with parsing_timeout=None and its verify with timeout_seconds=None."
         elif package.partition(".")[0] == "math_verify" and name in _LIMITS:
-            argument, place = _LIMITS[name]
-            if _sets_alarm(call, argument, place):
-                fix = f"Write {name}(..., {argument}=None)."
+            limit = _LIMITS[name]
+            if _sets_alarm(call, limit):
+                fix = f"Write {name}(..., {limit.argument}=None)."
         if fix:
             yield (
                 f"{subject}: line {call.lineno}: {called} sets a signal handler, and raises ValueError outside"
@@ -79,13 +88,17 @@ def _full_name(node: ast.expr, names: Mapping[str, str]) -> str:
     return ""
 
 
-def _sets_alarm(call: ast.Call, argument: str, place: int) -> bool:
+def _sets_alarm(call: ast.Call, limit: _TimeLimit) -> bool:
     """Whether a call of math-verify has a time limit: without the argument, or with a positive number."""
-    if len(call.args) > place or any(isinstance(value, ast.Starred) for value in call.args):
-        value = call.args[place] if len(call.args) > place else None
-        return isinstance(value, ast.Constant) and bool(value.value)
+    if len(call.args) > limit.place:
+        return _is_positive(call.args[limit.place])
+    if any(isinstance(value, ast.Starred) for value in call.args):
+        return False  # `*arguments` may have it
     values = {keyword.arg: keyword.value for keyword in call.keywords}
-    if argument not in values:
+    if limit.argument not in values:
         return None not in values  # `**options` may have it
-    value = values[argument]
+    return _is_positive(values[limit.argument])
+
+
+def _is_positive(value: ast.expr) -> bool:
     return isinstance(value, ast.Constant) and bool(value.value)

@@ -16,8 +16,11 @@ from perturbations.errors import UsageError, nearest
 
 BUILT_IN = ("math", "choice", "reasoning_gym")
 OF_TASK = "task:"
-_REWARD_FUNC, _EXECUTOR = "reward_func(queries, prompts, labels)", "AgentExecutor()"
-_FILE, _AGENT, _MODEL = "--reward.remote_url", "--train.agent_func_path", "--reward.model_name_or_path"
+_REWARD_FUNC = "reward_func(queries, prompts, labels)"
+_EXECUTOR = "AgentExecutor()"
+_FILE = "--reward.remote_url"
+_AGENT = "--train.agent_func_path"
+_MODEL = "--reward.model_name_or_path"
 _LABELS = "--data.label_key"
 _SERVER_SECONDS = 10.0
 _NO_SERVER_BEHIND = (502, 503, 504)  # Bad Gateway, Service Unavailable, Gateway Timeout
@@ -37,19 +40,21 @@ def check_any(flags: Flags) -> None:
 def check_rewards(flags: Flags) -> None:
     """Raises ``UsageError`` for flags without a reward, or a file that lacks the function or class of OpenRLHF."""
     check_any(flags)
-    reward, agent = (flags.value(name) for name in (_FILE, _AGENT))
-    parts = reward.split(",") if reward else []
-    if len(parts) > 1 and any(part.endswith(".py") for part in parts):
+    reward = flags.value(_FILE)
+    sources = reward.split(",") if reward else []
+    if len(sources) > 1 and any(source.endswith(".py") for source in sources):
         raise UsageError(
-            f"{_FILE} {reward}: OpenRLHF 0.11.2 reads one Python file alone, {parts[0]}. Give one with a"
+            f"{_FILE} {reward}: OpenRLHF 0.11.2 reads one Python file alone, {sources[0]}. Give one with a"
             " reward_func that calls the others."
         )
-    for part in parts:
-        if part.endswith(".py"):
-            if isinstance(_check_python(_FILE, part, _REWARD_FUNC), ast.ImportFrom) and not flags.value(_LABELS):
-                raise UsageError(f"{_FILE} {part}: {_NO_LABELS}")
-        elif not re.match("https?://[^/]", part):
-            raise UsageError(f"{_FILE} {part}: must be a Python file, or an address such as http://localhost:5000.")
+    for source in sources:
+        if source.endswith(".py"):
+            reader = _check_python(_FILE, source, _REWARD_FUNC)
+            if isinstance(reader, ast.ImportFrom) and not flags.value(_LABELS):
+                raise UsageError(f"{_FILE} {source}: {_NO_LABELS}")
+        elif not re.match("https?://[^/]", source):
+            raise UsageError(f"{_FILE} {source}: must be a Python file, or an address such as http://localhost:5000.")
+    agent = flags.value(_AGENT)
     if agent:
         _check_python(_AGENT, agent, _EXECUTOR)
 
@@ -78,10 +83,12 @@ def check_server(address: str) -> None:
 
 def label_note(flags: Flags) -> str | None:
     """A warning about a user's reward function that has its labels in its text, where none are given to it."""
-    part = flags.value(_FILE) or ""
-    if flags.value(_LABELS) or not part.endswith(".py"):
+    source = flags.value(_FILE) or ""
+    if flags.value(_LABELS) or not source.endswith(".py"):
         return None
-    return f"{_FILE} {part}: {_NO_LABELS}" if _check_python(_FILE, part, _REWARD_FUNC) is not None else None
+    if _check_python(_FILE, source, _REWARD_FUNC) is None:
+        return None
+    return f"{_FILE} {source}: {_NO_LABELS}"
 
 
 def check_scorer_name(name: str) -> None:
@@ -109,7 +116,8 @@ def _check_python(flag: str, path: str, needed: str) -> ast.AST | None:
         UsageError: for a file that is not Python, lacks ``needed`` or a module that it imports, or defines something
             that OpenRLHF cannot call.
     """
-    subject, name = f"{flag} {path}", needed.partition("(")[0]
+    subject = f"{flag} {path}"
+    name = needed.partition("(")[0]
     try:
         source = Path(path).read_bytes()
         tree = ast.parse(source)
@@ -118,51 +126,79 @@ def _check_python(flag: str, path: str, needed: str) -> ast.AST | None:
     except (SyntaxError, ValueError, RecursionError) as error:
         where = f"line {error.lineno}: {error.msg}" if isinstance(error, SyntaxError) else str(error)
         raise UsageError(f"{subject}: is not Python ({where}). Correct it.") from None
+    names = _names(tree)
+    if name not in names and "*" not in names:
+        raise UsageError(f"{subject}: does not define {needed}.{nearest(name, names)} Name it so.")
+    if b"sys.path" not in source:  # a file that changes it may find modules that we do not
+        _check_imports(subject, tree, Path(path).resolve().parent)
+
+    node = names.get(name)
+    if isinstance(node, ast.ImportFrom):
+        is_ours = (node.module or "").startswith("ngrpo.")
+        return node if is_ours else None  # all rewards of ours read labels
+    if not isinstance(node, Definition) or node.decorator_list:
+        return None
+    if needed == _REWARD_FUNC and not _takes_three(node):
+        raise UsageError(
+            f"{subject}: line {node.lineno}: OpenRLHF calls {name} with three lists and uses what it returns. Write:"
+            f" def {needed}."
+        )
+    if needed == _EXECUTOR and not (isinstance(node, ast.ClassDef) and node.bases):
+        raise UsageError(f"{subject}: line {node.lineno}: {name} must be a class that inherits from AgentExecutorBase.")
+    return node if _reads_labels(node) else None
+
+
+def _names(tree: ast.AST) -> dict[str, ast.AST]:
+    """The names that a file defines, imports or assigns at its top, each with its node."""
     names: dict[str, ast.AST] = {}
     for node in _at_top(tree):
         if isinstance(node, Definition):
             names[node.name] = node
         elif isinstance(node, ast.Import | ast.ImportFrom):
-            names |= {(alias.asname or alias.name).partition(".")[0]: node for alias in node.names}
+            for alias in node.names:
+                names[(alias.asname or alias.name).partition(".")[0]] = node
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             names[node.id] = node
-    if name not in names and "*" not in names:
-        raise UsageError(f"{subject}: does not define {needed}.{nearest(name, names)} Name it so.")
-    folder = Path(path).resolve().parent
-    for node in tree.body:  # an import below `try` or `if` may fail
-        modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-        modules += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
-        for module in (each.partition(".")[0] for each in modules):
-            beside = (folder / module).is_dir() or (folder / f"{module}.py").is_file()
-            known = beside or module in sys.modules or find_spec(module) is not None
-            if not known and b"sys.path" not in source:
+    return names
+
+
+def _check_imports(subject: str, tree: ast.Module, folder: Path) -> None:
+    """Raises ``UsageError`` for an import that would fail; one below ``try`` or ``if`` may."""
+    for node in tree.body:
+        modules: list[str] = []
+        if isinstance(node, ast.Import):
+            modules = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            modules = [node.module or ""]
+        for package in (module.partition(".")[0] for module in modules):
+            is_beside = (folder / package).is_dir() or (folder / f"{package}.py").is_file()
+            if not is_beside and package not in sys.modules and find_spec(package) is None:
                 raise UsageError(
-                    f"{subject}: line {node.lineno} imports {module!r}, which is neither installed nor in the file's"
+                    f"{subject}: line {node.lineno} imports {package!r}, which is neither installed nor in the file's"
                     " folder. Install it, or correct the name."
                 )
-    found = names.get(name)
-    if isinstance(found, ast.ImportFrom):
-        return found if (found.module or "").startswith("ngrpo.") else None  # where every reward reads them
-    if not isinstance(found, Definition) or found.decorator_list:
-        return None
-    callable_with_three = False
-    if isinstance(found, ast.FunctionDef):
-        positional = len(found.args.posonlyargs) + len(found.args.args)
-        enough = positional >= 3 or found.args.vararg is not None
-        required = positional - len(found.args.defaults)
-        callable_with_three = enough and required <= 3 and None not in found.args.kw_defaults
-    if needed == _REWARD_FUNC and not callable_with_three:
-        raise UsageError(
-            f"{subject}: line {found.lineno}: OpenRLHF calls {name} with three lists and uses what it returns. Write:"
-            f" def {needed}."
-        )
-    if needed == _EXECUTOR and not (isinstance(found, ast.ClassDef) and found.bases):
-        raise UsageError(
-            f"{subject}: line {found.lineno}: {name} must be a class that inherits from AgentExecutorBase."
-        )
-    third = [] if isinstance(found, ast.ClassDef) else [*found.args.posonlyargs, *found.args.args][2:3]
-    reads = third and any(isinstance(node, ast.Name) and node.id == third[0].arg for node in ast.walk(found))
-    return found if reads else None
+
+
+def _takes_three(node: Definition) -> bool:
+    """Whether a definition is a function that can be called with three positional arguments."""
+    if not isinstance(node, ast.FunctionDef):
+        return False
+    positional = len(node.args.posonlyargs) + len(node.args.args)
+    required = positional - len(node.args.defaults)
+    takes_enough = positional >= 3 or node.args.vararg is not None
+    has_required_keyword = None in node.args.kw_defaults
+    return takes_enough and required <= 3 and not has_required_keyword
+
+
+def _reads_labels(node: Definition) -> bool:
+    """Whether a function uses its third argument."""
+    if isinstance(node, ast.ClassDef):
+        return False
+    arguments = [*node.args.posonlyargs, *node.args.args]
+    if len(arguments) < 3:
+        return False
+    labels = arguments[2].arg
+    return any(isinstance(used, ast.Name) and used.id == labels for used in ast.walk(node))
 
 
 def _at_top(node: ast.AST) -> Iterator[ast.AST]:

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ngrpo compare`: several strategies and seeds under one trainer, with intervals, costs and a report."""
+"""`ngrpo compare`: several arms and seeds under one trainer, with intervals, costs and a report."""

@@ -2,6 +2,7 @@
 """The plan of a comparison, arms times seeds with all else equal, read from the command line and its YAML file."""
 
 import hashlib
+import math
 import re
 import shlex
 from collections import defaultdict
@@ -9,14 +10,14 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ngrpo.config import parse
 from ngrpo.config.arms import Arm, parse_arms
 from ngrpo.config.run import SETTINGS, RunConfig
 from ngrpo.machine.models import conversation, packaged
 from ngrpo.machine.storage import datafiles
-from ngrpo.machine.upstream.openrlhf_flags import Flags
+from ngrpo.machine.upstream.openrlhf_flags import Flag, Flags
 from ngrpo.workbench.diagnose import policy_of
 from perturbations.errors import UsageError, nearest
 from perturbations.options import coerce
@@ -31,11 +32,53 @@ _SET_BY_US = {
 }
 _SHARED = "--perturbation.replay_buffer"  # where records wait changes no result, so all runs have the same
 _SWITCHES = ("stock", "discard-models")
-_TEXTS = ("strategies", "perturbations", "base", "baseline", "out")  # keys of a file whose values are texts
+_TEXT_KEYS = ("strategies", "perturbations", "base", "baseline", "out")  # keys of a file whose values are texts
 _OURS = ("perturbations", "base", "seeds", "baseline", "threshold", "out", "config", "strategy", "sweep", *_SWITCHES)
-# Flags of other commands, by their prefix, each with the training flags that share the prefix.
-_TRAINING = tuple(f"--eval.{end}" for end in ("at_start", "dataset", "split", "steps", "temperature_", "n_samples"))
+# Flags of OpenRLHF's training that begin as those of `ngrpo eval` do here.
+_TRAINING = (
+    "--eval.at_start",
+    "--eval.dataset",
+    "--eval.split",
+    "--eval.steps",
+    "--eval.temperature_",
+    "--eval.n_samples",
+)
+# The prefixes of flags for other commands, each with the training flags that share the prefix.
 _GROUPS: dict[str, tuple[str, ...]] = {"eval": _TRAINING, "diagnose": ()}
+
+
+class _Words(NamedTuple):
+    """The words of a command line, by whom they are for.
+
+    Attributes:
+        own: the comparison's own flags, without dashes, with all their values in order.
+        groups: the flags of the other commands, by the prefix that they had.
+        training: the rest, for ``ngrpo train``.
+    """
+
+    own: dict[str, list[str]]
+    groups: dict[str, list[str]]
+    training: list[str]
+
+    def last(self, name: str) -> str | None:
+        """The value of one of our flags, the last one where it was given several times."""
+        values = self.own.get(name)
+        return values[-1] if values else None
+
+    def listed(self, name: str) -> list[str]:
+        """The values with commas between of one of our flags; UsageError where one is empty."""
+        text = self.last(name)
+        if text is None:
+            return []
+        values = [value.strip() for value in text.split(",")]
+        if not all(values):
+            raise UsageError(f"--{name} {text!r}: a value is missing between the commas.")
+        return values
+
+    def switched_on(self, name: str) -> bool:
+        """Whether a switch of ours is given."""
+        value = self.last(name)
+        return value is not None and value != "false"
 
 
 @dataclass(frozen=True)
@@ -59,7 +102,7 @@ class Plan:
         keep_models: whether a run's trained model stays after its evaluation.
         evaluation: flags for ``ngrpo eval`` except model and folder; None without problems to evaluate on.
         diagnosis: flags for ``ngrpo diagnose``, or None.
-        threshold: the score above which the report counts each strategy's runs, or None.
+        threshold: the score above which the report counts each arm's runs, or None.
     """
 
     arms: tuple[Arm, ...]
@@ -99,96 +142,140 @@ def read_plan(argv: Sequence[str]) -> tuple[Plan, Path]:
     """
     file = Flags(argv).value("--config")
     lines = _file_lines(file) if file else {}
-    own, groups, train = _split_words([*_file_argv(file, lines), *argv] if file else argv)
-    rest = Flags(train)
-    model = rest.value("--model") or rest.value("--actor.model_name_or_path") or ""
+    # The words of the file come first, so that the last value of a flag is the command line's.
+    words = _split_words([*_file_argv(file, lines), *argv] if file else argv)
+    shared = Flags(words.training)
+    model = shared.value("--model") or shared.value("--actor.model_name_or_path") or ""
     # Part of the comparison, so that the diagnosis draws with them too.
-    rest = rest.with_defaults(packaged.training_flags(model))
-    single = {name: values[-1] for name, values in own.items()}
-    bases, seeds = _listed(single, "base"), _listed(single, "seeds") or ["0"]
-    arms = parse_arms(single.get("perturbations"), own["sweep"], own["strategy"], bases=bases, training=True)
+    shared = shared.with_defaults(packaged.training_flags(model))
+
+    arms = parse_arms(
+        words.last("perturbations"),
+        words.own.get("sweep", []),
+        words.own.get("strategy", []),
+        bases=words.listed("base"),
+        training=True,
+    )
     if file:
-        _refuse_booleans(file, lines, command_line=Flags(argv), shared=rest, arms=arms)
+        _refuse_booleans(file, lines, command_line=Flags(argv), shared=shared, arms=arms)
     for arm in arms:
         for key in arm.training:
             _refuse_set_by_us(f"--{key}")
         if "base" in arm.training:
             coerce(RunConfig, SETTINGS["--preset"], arm.training["base"], label=f"base={arm.training['base']}")
-    ids = [arm.id for arm in arms]
-    baseline = single.get("baseline") or next((arm.id for arm in arms if arm.name == "none"), ids[0])
-    if baseline not in ids:
-        raise UsageError(f"--baseline {baseline!r} is none of the strategies {ids}.{nearest(baseline, ids)}")
-    if odd := [seed for seed in seeds if not seed.isdecimal()]:
-        raise UsageError(f"--seeds {odd[0]!r} must be a whole number of at least 0; give several as 0,1,2.")
-    if len(set(map(int, seeds))) < len(seeds):
-        raise UsageError(f"--seeds {','.join(seeds)}: a seed is given twice; give different ones.")
-    evaluation = _evaluation(Flags(groups["eval"]), rest, model)
-    if rest.has("--eval.steps", "--eval.at_start"):
+
+    baseline = _baseline(words, arms)
+    seeds = _seeds(words)
+    evaluation = _evaluation(Flags(words.groups["eval"]), shared, model)
+    if shared.has("--eval.steps", "--eval.at_start"):
         # Evaluations while training have as many samples as those of the trained models, at the same temperature.
-        alike = {"--eval.n_samples_per_prompt": "--n", "--eval.temperature": "--temperature"}
+        same_settings = {"--eval.n_samples_per_prompt": "--n", "--eval.temperature": "--temperature"}
+        defaults = _values_of(Flags(evaluation or ()), same_settings)
         # OpenRLHF 0.11.2 would also save a checkpoint of the best evaluation, with the optimiser's states.
-        rest = rest.with_defaults({**_values_of(Flags(evaluation or ()), alike), "--ckpt.best_metric_key": "none"})
-    threshold = None
-    if (text := single.get("threshold")) is not None:
-        if evaluation is None:
-            raise UsageError(f"--threshold {text} counts evaluated runs: give --eval.data or --task.")
-        with suppress(ValueError):
-            threshold = float(text)
-        if threshold is None or not 0.0 <= threshold < 1.0:
-            raise UsageError(
-                f"--threshold {text}: the Mean@n that a run is to exceed, a number of at least 0 and below 1."
-            )
+        defaults["--ckpt.best_metric_key"] = "none"
+        shared = shared.with_defaults(defaults)
     plan = Plan(
         arms=tuple(arms),
-        seeds=tuple(map(int, seeds)),
+        seeds=seeds,
         baseline=baseline,
-        shared=tuple(rest.argv),
+        shared=tuple(shared.argv),
         model=model,
-        task=rest.value("--task") or rest.value("--data.prompt_dataset") or "",
-        reproducible=single.get("stock", "false") == "false",
-        keep_models=single.get("discard-models", "false") == "false",
+        task=shared.value("--task") or shared.value("--data.prompt_dataset") or "",
+        reproducible=not words.switched_on("stock"),
+        keep_models=not words.switched_on("discard-models"),
         evaluation=evaluation,
-        diagnosis=_diagnosis(Flags(groups["diagnose"]), rest, arms),
-        threshold=threshold,
+        diagnosis=_diagnosis(Flags(words.groups["diagnose"]), shared, arms),
+        threshold=_threshold(words, evaluation),
     )
-    return plan, Path(single.get("out", "runs/compare")).expanduser()
+    return plan, Path(words.last("out") or "runs/compare").expanduser()
 
 
-def _split_words(argv: Sequence[str]) -> tuple[dict[str, list[str]], dict[str, list[str]], list[str]]:
-    """Our own flags with all their values, the flags of the other commands, and the rest for ``ngrpo train``.
+def _baseline(words: _Words, arms: Sequence[Arm]) -> str:
+    """The id of the arm that the others are compared with: as asked for, else the first ``none``, else the first."""
+    ids = [arm.id for arm in arms]
+    baseline = words.last("baseline")
+    if baseline is None:
+        unperturbed = [arm.id for arm in arms if arm.name == "none"]
+        return unperturbed[0] if unperturbed else ids[0]
+    if baseline not in ids:
+        raise UsageError(f"--baseline {baseline!r} is none of the strategies {ids}.{nearest(baseline, ids)}")
+    return baseline
 
-    The words of the file must come before those of the command line, so that the last value of a flag is the user's.
-    """
-    ours, groups, rest = defaultdict[str, list[str]](list), defaultdict[str, list[str]](list), []
+
+def _seeds(words: _Words) -> tuple[int, ...]:
+    texts = words.listed("seeds") or ["0"]
+    for text in texts:
+        if not text.isdecimal():
+            raise UsageError(f"--seeds {text!r} must be a whole number of at least 0; give several as 0,1,2.")
+    seeds = tuple(map(int, texts))
+    if len(set(seeds)) < len(seeds):
+        raise UsageError(f"--seeds {','.join(texts)}: a seed is given twice; give different ones.")
+    return seeds
+
+
+def _threshold(words: _Words, evaluation: tuple[str, ...] | None) -> float | None:
+    text = words.last("threshold")
+    if text is None:
+        return None
+    if evaluation is None:
+        raise UsageError(f"--threshold {text} counts evaluated runs: give --eval.data or --task.")
+    threshold = math.nan
+    with suppress(ValueError):
+        threshold = float(text)
+    if not 0.0 <= threshold < 1.0:
+        raise UsageError(f"--threshold {text}: the Mean@n that a run is to exceed, a number of at least 0 and below 1.")
+    return threshold
+
+
+def _split_words(argv: Sequence[str]) -> _Words:
+    own = defaultdict[str, list[str]](list)
+    groups = defaultdict[str, list[str]](list)
+    training: list[str] = []
     for flag in Flags(argv):
-        name, value = flag.name.removeprefix("--"), flag.values[0] if flag.values else ""
+        name = flag.name.removeprefix("--")
         group, _, option = name.partition(".")
-        of_command = group in _GROUPS and option and not flag.name.startswith(_GROUPS[group])
         if name in _OURS:
-            if len(flag.values) > 1:
-                raise UsageError(f"{flag.name} takes one value; {flag.values[1]!r} is one too many. Quote blanks.")
-            if name in _SWITCHES and value not in ("", "true", "false"):
-                raise UsageError(f"--{name} {value}: it takes no value.")
-            if name not in _SWITCHES and not value:
-                raise UsageError(f"{flag.name} needs a value (see: ngrpo compare --help).")
-            ours[name].append(value)
-        elif of_command:
+            own[name].append(_own_value(flag))
+        elif group in _GROUPS and option and not flag.name.startswith(_GROUPS[group]):
             groups[group] += [f"--{option}", *flag.values]
         elif flag.name != parse.DRY_RUN:  # no part of the plan
-            if not flag.name:
-                raise UsageError(f"unexpected word {flag.argv[0]!r}: flags begin with '--'. See: ngrpo compare --help")
-            _refuse_set_by_us(flag.name)
-            # A misspelt flag of ours must not end in OpenRLHF, run by run.
-            ordinary = "." in name or name in ("task", "model", "hardware")
-            if not ordinary and (hint := nearest(flag.name, [f"--{own}" for own in _OURS])):
-                raise UsageError(f"unknown flag {flag.name!r}.{hint} See: ngrpo compare --help")
-            rest += flag.argv
-    return ours, groups, rest
+            _check_training_flag(flag)
+            training += flag.argv
+    return _Words(own, groups, training)
+
+
+def _own_value(flag: Flag) -> str:
+    """The one value of a flag of ours; empty or ``true`` for a switch that is given."""
+    name = flag.name.removeprefix("--")
+    value = flag.values[0] if flag.values else ""
+    if len(flag.values) > 1:
+        raise UsageError(f"{flag.name} takes one value; {flag.values[1]!r} is one too many. Quote blanks.")
+    if name in _SWITCHES and value not in ("", "true", "false"):
+        raise UsageError(f"--{name} {value}: it takes no value.")
+    if name not in _SWITCHES and not value:
+        raise UsageError(f"{flag.name} needs a value (see: ngrpo compare --help).")
+    return value
+
+
+def _check_training_flag(flag: Flag) -> None:
+    """Raises ``UsageError`` for a word that is no flag, a flag that we set, and a misspelt flag of ours."""
+    if not flag.name:
+        raise UsageError(f"unexpected word {flag.argv[0]!r}: flags begin with '--'. See: ngrpo compare --help")
+    _refuse_set_by_us(flag.name)
+    name = flag.name.removeprefix("--")
+    if "." in name or name in ("task", "model", "hardware"):
+        return
+    # A misspelt flag of ours must not end in OpenRLHF, run by run.
+    hint = nearest(flag.name, [f"--{own}" for own in _OURS])
+    if hint:
+        raise UsageError(f"unknown flag {flag.name!r}.{hint} See: ngrpo compare --help")
 
 
 def _refuse_set_by_us(name: str) -> None:
+    if name.startswith(_SHARED):
+        return
     for flag, instead in _SET_BY_US.items():
-        if (name == flag or name.startswith(f"{flag}.")) and not name.startswith(_SHARED):
+        if name == flag or name.startswith(f"{flag}."):
             raise UsageError(f"{name} is set by ngrpo compare for each run: {instead} instead.")
 
 
@@ -202,7 +289,7 @@ def _file_lines(path: str) -> dict[str, Any]:
         if key in ("sweep", "flags", *_GROUPS) and not isinstance(value, dict):
             raise UsageError(f"--config {path}: {key} must hold lines of 'option: value'.")
         for item in value if isinstance(value, list) else [value]:
-            if key in _TEXTS and isinstance(item, bool | dict | list):
+            if key in _TEXT_KEYS and isinstance(item, bool | dict | list):
                 raise UsageError(
                     f"--config {path}: {key} has {item!r}, and takes texts such as 'neighbor rate=0.2'. YAML reads yes,"
                     " no, on and off as true or false, and a colon before a blank as a key: quote the text."
@@ -226,70 +313,87 @@ def _file_argv(path: str, lines: Mapping[str, Any]) -> list[str]:
     argv: list[str] = []
     for key, value in lines.items():
         if key == "strategies":
-            argv += [word for line in datafiles.texts(value) for word in ("--strategy", line)]
-        elif key not in ("sweep", "flags", *_GROUPS):
-            argv += [f"--{key}", ",".join(datafiles.texts(value))]
+            for line in datafiles.texts(value):
+                argv += ["--strategy", line]
         elif key == "sweep":
-            swept = (f"{name}={','.join(datafiles.texts(values))}" for name, values in value.items())
-            argv += [word for text in swept for word in ("--sweep", text)]
-        else:
+            for name, values in value.items():
+                argv += ["--sweep", f"{name}={','.join(datafiles.texts(values))}"]
+        elif key == "flags" or key in _GROUPS:
+            prefix = "" if key == "flags" else f"{key}."
             try:
-                argv += datafiles.words(value, prefix="" if key == "flags" else f"{key}.")
+                argv += datafiles.words(value, prefix=prefix)
             except UsageError as error:
                 raise UsageError(f"--config {path}: {key}: {error}") from None
+        else:
+            argv += [f"--{key}", ",".join(datafiles.texts(value))]
     return argv
 
 
-def _listed(single: Mapping[str, str], name: str) -> list[str]:
-    values = [part.strip() for part in single[name].split(",")] if name in single else []
-    if not all(values):
-        raise UsageError(f"--{name} {single[name]!r}: a value is missing between the commas.")
-    return values
-
-
-def _evaluation(options: Flags, rest: Flags, model: str) -> tuple[str, ...] | None:
+def _evaluation(options: Flags, shared: Flags, model: str) -> tuple[str, ...] | None:
     """The flags of ``ngrpo eval`` for each trained model."""
     for flag in options:
         if flag.name in ("--model", "--out") or flag.name.startswith("--perturbation"):
             raise UsageError(f"--eval.{flag.name[2:]} is set by ngrpo compare for each run; leave it out.")
-    options = options.with_defaults(_problems(options, rest, "--eval.dataset"))
+    options = options.with_defaults(_problems(options, shared, "--eval.dataset"))
     if not options.has("--data", "--task") or options.value("--data") == "none":
         return None
     return tuple(options.with_defaults({"--n": "8", **packaged.evaluation_flags(model)}).argv)
 
 
-def _diagnosis(options: Flags, rest: Flags, arms: Sequence[Arm]) -> tuple[str, ...] | None:
+def _diagnosis(options: Flags, shared: Flags, arms: Sequence[Arm]) -> tuple[str, ...] | None:
     """The flags of ``ngrpo diagnose``, which draws as the rollouts of the training do."""
-    draws = {"--max-tokens": "max_new_tokens", "--temperature": "temperature", "--top-p": "top_p"}
-    alike = {there: f"--rollout.{here}" for there, here in draws.items()}
-    problems = _problems(options, rest, "--data.prompt_dataset")
-    template = {} if options.has(*conversation.EVALUATION_FLAGS) else conversation.flags_like(rest)
-    options = options.with_defaults({**problems, "--prompts": "8", **_values_of(rest, alike), **template})
+    rollout_settings = {
+        "--max-tokens": "--rollout.max_new_tokens",
+        "--temperature": "--rollout.temperature",
+        "--top-p": "--rollout.top_p",
+    }
+    options = options.with_defaults(
+        {
+            **_problems(options, shared, "--data.prompt_dataset"),
+            "--prompts": "8",
+            **_values_of(shared, rollout_settings),
+            **({} if options.has(*conversation.EVALUATION_FLAGS) else conversation.flags_like(shared)),
+        }
+    )
     prompts = options.value("--prompts") or ""
     if not prompts.isdecimal():
         raise UsageError(f"--diagnose.prompts {prompts!r}: must be a whole number; 0 leaves the diagnosis out.")
     # A diagnosis has one chat template: an arm with its own is left out.
     lines = dict.fromkeys(_drawn_line(arm) for arm in arms if conversation.FLAG not in arm.training_flags)
-    strategies = [word for line in lines for word in ("--strategy", line)]
-    return (*options.argv, *strategies) if lines and int(prompts) else None
+    if not lines or int(prompts) == 0:
+        return None
+    argv = list(options.argv)
+    for line in lines:
+        argv += ["--strategy", line]
+    return tuple(argv)
 
 
-def _problems(options: Flags, rest: Flags, dataset: str) -> dict[str, str]:
+def _problems(options: Flags, shared: Flags, dataset: str) -> dict[str, str]:
     """The training's problems where options name none: its task, or a flag's dataset."""
-    alike = {"--task": "--task"} if rest.value("--task") else {"--data": dataset} if rest.value(dataset) else {}
-    return {} if options.has("--data", "--task") else _values_of(rest, alike)
+    if options.has("--data", "--task"):
+        return {}
+    if shared.value("--task"):
+        return _values_of(shared, {"--task": "--task"})
+    if shared.value(dataset):
+        return _values_of(shared, {"--data": dataset})
+    return {}
 
 
-def _values_of(flags: Flags, alike: Mapping[str, str]) -> dict[str, str]:
-    """Values of flags under the names of the same settings in another command: ``{there: here}``."""
-    return {there: value for there, here in alike.items() if (value := flags.value(here)) is not None}
+def _values_of(flags: Flags, same_settings: Mapping[str, str]) -> dict[str, str]:
+    """Values of flags under the names of the same settings in another command: ``{name there: name here}``."""
+    values = {}
+    for there, name in same_settings.items():
+        value = flags.value(name)
+        if value is not None:
+            values[there] = value
+    return values
 
 
 def _drawn_line(arm: Arm) -> str:
-    """A value of ``--strategy`` of ``ngrpo diagnose``, with every part that changes the rollouts of the first step."""
+    """The arm for ``ngrpo diagnose --strategy``, with every option that changes the rollouts of the first step."""
     with suppress(UsageError):  # needs a training, or its length
         policy = policy_of(arm)
         if policy.run.sampling_schedule is not None or policy.scale:
-            more = (f"{key}={value}" if value else f"--{key}" for key, value in arm.rollouts.items())
-            return shlex.join([*shlex.split(arm.line), *more])
+            further = [f"{key}={value}" if value else f"--{key}" for key, value in arm.rollouts.items()]
+            return shlex.join([*shlex.split(arm.line), *further])
     return arm.line

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`results.json` and `results.csv`: what the runs of a comparison left, its statistics, and a verdict per strategy."""
+"""`results.json` and `results.csv`: what the runs of a comparison left, its statistics, and a verdict per arm."""
 
 import csv
 import io
@@ -20,18 +20,15 @@ from ngrpo.workbench.compare.plan import Plan, Run
 from ngrpo.workbench.compare.runs import ComparisonFolder, status
 from ngrpo.workbench.evaluate.evaluation import unscored, unscored_warnings
 from ngrpo.workbench.report import write_report
-from ngrpo.workbench.report.headline import by_strategy, evaluated
+from ngrpo.workbench.report.headline import by_arm, evaluated
 from ngrpo.workbench.report.responses import MOST_BYTES, fitting
 from ngrpo.workbench.report.values import dig, shares
 
 _COSTS = ("tokens_per_second", "step_seconds", "record_bytes_per_token")
 _CSV_STEP = ("reward", "rate", "shift", "gap_perturbed_mean", "gap_plain_mean", *_COSTS)
-_OF_ONE_SEED = {
-    True: "within noise even of its problems; one seed gives no interval over seeds",
-    False: "the problems agree, but one seed is too few to tell a method from luck",
-}
 
-Runs = Mapping[int, Mapping[str, Any]]  # of one strategy, as in results.json, by seed
+Runs = Mapping[int, Mapping[str, Any]]
+"""The runs of one arm, as in results.json, by seed."""
 
 
 def collect(plan: Plan, folder: ComparisonFolder, command: Sequence[str], created: str) -> dict[str, Any]:
@@ -49,32 +46,39 @@ def collect(plan: Plan, folder: ComparisonFolder, command: Sequence[str], create
         "baseline": plan.baseline,
         "model": plan.model,
         "task": plan.task,
-        "hardware": next((s["hardware"] for s in summaries if s), None),
+        "hardware": next((summary["hardware"] for summary in summaries if summary), None),
         "machine": machine(),
         "versions": versions(),
         "openrlhf_args": list(plan.shared),
-        "strategies": [
-            {
-                "id": arm.id,
-                # The source of a user's file is long; its name and hash are in the run's own summary.
-                "perturbation": arm.spec and {k: v for k, v in arm.spec.items() if not k.endswith("source")},
-                "base": arm.training.get("base"),
-                "settings": arm.settings,
-                "flags": arm.flags,
-                "paper": arm.paper,
-            }
-            for arm in plan.arms
-        ],
+        "strategies": [_arm_row(arm) for arm in plan.arms],
         "runs": runs,
         "untrained": untrained and {**untrained, "unscored": unscored(untrained)},
         "summary": summarise(runs, [arm.id for arm in plan.arms], plan.baseline, plan.threshold),
         "diagnosis": _named(folder.read("diagnosis/diagnosis.json"), plan.arms),
     }
-    lost = {row["strategy"]: row["unscored"] for row in result["summary"]}
-    lost["before training"] = unscored(untrained or {})
-    result["warnings"] = [line for name, parts in lost.items() for line in unscored_warnings(name, parts)]
+    warnings = []
+    for row in result["summary"]:
+        warnings += unscored_warnings(row["strategy"], row["unscored"])
+    warnings += unscored_warnings("before training", unscored(untrained or {}))
+    result["warnings"] = warnings
     # NaN and infinity have no place in JSON.
     return json.loads(json.dumps(result), parse_constant=lambda name: None)
+
+
+def _arm_row(arm: Arm) -> dict[str, Any]:
+    """An arm in ``strategies`` of results.json."""
+    spec = arm.spec
+    if spec is not None:
+        # The source of a user's file is long; its name and hash are in the run's own summary.
+        spec = {key: value for key, value in spec.items() if not key.endswith("source")}
+    return {
+        "id": arm.id,
+        "perturbation": spec,
+        "base": arm.training.get("base"),
+        "settings": arm.settings,
+        "flags": arm.flags,
+        "paper": arm.paper,
+    }
 
 
 def write(results: Mapping[str, Any], folder: ComparisonFolder) -> None:
@@ -86,30 +90,30 @@ def write(results: Mapping[str, Any], folder: ComparisonFolder) -> None:
 
 def as_csv(results: Mapping[str, Any]) -> str:
     """One line per run and training step, for a spreadsheet or pandas; the last step has the evaluation."""
-    text = io.StringIO()
-    ks = sorted({k for run in results["runs"] for k in ((run["evaluation"] or {}).get("pass_at_k") or {})}, key=int)
+    evaluations = [run["evaluation"] or {} for run in results["runs"]]
+    ks = sorted({k for evaluation in evaluations for k in evaluation.get("pass_at_k") or {}}, key=int)
     columns = ["run", "strategy", "seed", "status", "step", *_CSV_STEP, "mean_at_n", *(f"pass_at_{k}" for k in ks)]
+    text = io.StringIO()
     writer = csv.DictWriter(text, columns, extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
-    for run in results["runs"]:
-        evaluation = run["evaluation"] or {}
-        scores = {f"pass_at_{k}": value for k, value in (evaluation.get("pass_at_k") or {}).items()}
+    for run, evaluation in zip(results["runs"], evaluations):
+        scores = {"mean_at_n": evaluation.get("mean_at_n")}
+        for k, value in (evaluation.get("pass_at_k") or {}).items():
+            scores[f"pass_at_{k}"] = value
         *steps, last = run["steps"] or [{}]
-        for step in (*steps, {**last, "mean_at_n": evaluation.get("mean_at_n"), **scores}):
+        for step in (*steps, {**last, **scores}):
             writer.writerow({**run, **step, "run": run["id"]})
     return text.getvalue()
 
 
 def _run(plan: Plan, run: Run, folder: ComparisonFolder) -> dict[str, Any]:
-    state, path = status(plan, run, folder), f"runs/{run.id}"
+    """A run in ``runs`` of results.json."""
+    path = f"runs/{run.id}"
+    state = status(plan, run, folder)
     done = state["status"] == "done"
     summary = (folder.read(f"{path}/summary.json") if done else None) or {}
-    # OpenRLHF's evaluations while training (--eval.steps), by step; of several datasets their mean.
-    while_training = defaultdict[int, list[float]](list)
-    for tag, values in (summary.get("evaluation") or {}).items():
-        for step, value in values.items() if tag.endswith("_pass1") else ():
-            while_training[int(step)].append(value)
-    kept = summary.get("groups") if run.seed == plan.seeds[0] else None  # a report has no room for more
+    # A report has no room for the kept groups of more than one seed.
+    kept = summary.get("groups") if run.seed == plan.seeds[0] else None
     return {
         "id": run.id,
         "strategy": run.arm.id,
@@ -118,94 +122,157 @@ def _run(plan: Plan, run: Run, folder: ComparisonFolder) -> dict[str, Any]:
         **{kind.name: summary.get(kind.name) for kind in of_a_run()},
         "sampling": summary.get("sampling"),
         "steps": summary.get("steps", []),
-        "evaluations": [{"step": s, "mean_at_n": float(np.mean(v))} for s, v in sorted(while_training.items())],
+        "evaluations": _evaluations(summary),
         "evaluation": folder.read(f"{path}/evaluation/evaluation.json") if done else None,
         "groups": fitting(kept or [], MOST_BYTES // len(plan.arms)),
     }
 
 
+def _evaluations(summary: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """OpenRLHF's evaluations while training (--eval.steps), by step; of several datasets their mean."""
+    by_step = defaultdict[int, list[float]](list)
+    for tag, values in (summary.get("evaluation") or {}).items():
+        if tag.endswith("_pass1"):
+            for step, value in values.items():
+                by_step[int(step)].append(value)
+    return [{"step": step, "mean_at_n": float(np.mean(values))} for step, values in sorted(by_step.items())]
+
+
 def _named(diagnosis: dict[str, Any] | None, arms: Sequence[Arm]) -> dict[str, Any] | None:
-    """The diagnosis under the names of the arms that roll out as it did: another top-p or template was not."""
+    """The diagnosis under the ids of the arms that roll out as it did: another top-p or template does not."""
     if diagnosis is None:
         return None
     names: dict[str, str] = {}
     for arm in arms:
-        others = arm.training.keys() - arm.rollouts.keys()
-        if not any(key.startswith(("rollout.", "sampling.", "chat_template")) for key in others):
+        further_flags = arm.training.keys() - arm.rollouts.keys()
+        if not any(key.startswith(("rollout.", "sampling.", "chat_template")) for key in further_flags):
             names.setdefault(arm.rollout_id, arm.id)
 
     def renamed(rows: Sequence[Mapping[str, Any]], key: str) -> list[dict[str, Any]]:
         return [{**row, key: names.get(row[key], row[key])} for row in rows]
 
-    picture = diagnosis.get("embedding_map")
-    if picture is not None:
-        picture = {**picture, "perturbations": renamed(picture["perturbations"], "strategy")}
-    samples = [{**s, "by_strategy": renamed(s["by_strategy"], "strategy")} for s in diagnosis.get("samples", [])]
-    strategies = renamed(diagnosis["strategies"], "name")
-    return {**diagnosis, "strategies": strategies, "samples": samples, "embedding_map": picture}
+    samples = []
+    for sample in diagnosis.get("samples", []):
+        samples.append({**sample, "by_strategy": renamed(sample["by_strategy"], "strategy")})
+    embedding_map = diagnosis.get("embedding_map")
+    if embedding_map is not None:
+        perturbations = renamed(embedding_map["perturbations"], "strategy")
+        embedding_map = {**embedding_map, "perturbations": perturbations}
+    return {
+        **diagnosis,
+        "strategies": renamed(diagnosis["strategies"], "name"),
+        "samples": samples,
+        "embedding_map": embedding_map,
+    }
 
 
 def summarise(
     runs: Sequence[Mapping[str, Any]], arms: Sequence[str], baseline: str, threshold: float | None = None
 ) -> list[dict[str, Any]]:
-    """One row per strategy: means with intervals, paired differences to the baseline, costs, a verdict.
+    """One row per arm: means with intervals, paired differences to the baseline, costs, a verdict.
 
-    Differences are of evaluations only: training rewards are of rollouts that each strategy draws in its own way. For
-    each measure Holm's correction counts all strategies except the baseline.
+    Differences are of evaluations only: training rewards are of rollouts that each arm draws in its own way. For each
+    measure Holm's correction counts all arms except the baseline.
 
     Args:
         runs: as in ``results.json``.
-        arms: ids of the strategies.
+        arms: their ids.
         baseline: the id of one of them.
         threshold: the Mean@n above which runs are counted; each row then has ``above``: ``threshold``, ``runs`` above
             it ``of`` the evaluated ones, and except for the baseline Fisher's exact ``p`` and ``p_corrected``.
             Counts are not paired. They say more than means where a run either finds the better way or does not.
     """
-    done = {arm: {r["seed"]: r for r in runs if r["strategy"] == arm and r["status"] == "done"} for arm in arms}
+    done: dict[str, dict[int, Mapping[str, Any]]] = {arm: {} for arm in arms}
+    failed: dict[str, list[int]] = {arm: [] for arm in arms}
+    for run in runs:
+        if run["strategy"] not in done:
+            continue
+        if run["status"] == "done":
+            done[run["strategy"]][run["seed"]] = run
+        elif run["status"] == "failed":
+            failed[run["strategy"]].append(run["seed"])
+
     rows = [_row(arm, done[arm], done[baseline], baseline) for arm in arms]
     differences = [row["difference"] for row in rows if row["difference"] is not None]
-    statistics.correct([d["mean_at_n"] for d in differences if d["mean_at_n"] is not None])
-    for k in {k for d in differences for k in d["pass_at_k"]}:
-        statistics.correct([d["pass_at_k"][k] for d in differences if k in d["pass_at_k"]])
-    for row in rows:
-        name, main = row["strategy"], row["difference"] and row["difference"]["mean_at_n"]
-        row["failed"] = [run["seed"] for run in runs if run["strategy"] == name and run["status"] == "failed"]
-        said = verdict(main, f"Mean@{row['n']}", baseline, len(done[name].keys() & done[baseline].keys()))
-        row["verdict"] = "the baseline" if name == baseline else said
-        if threshold is not None:
-            ended = [run["evaluation"]["problems"] for run in done[name].values() if run["evaluation"]]
-            # A mean of fractions is rounded: 0.8 may be 0.8 + 2e-16, which is not above 0.8.
-            scores = [sum(p["correct"] for p in of_run) / sum(p["n"] for p in of_run) for of_run in ended]
-            above = sum(score > threshold for score in scores)
-            row["above"] = {"threshold": threshold, "runs": above, "of": len(scores)}
-            row["verdict"] += f"; {above} of {len(scores)} runs end above {threshold:g}"
-    if threshold is not None:
-        from scipy.stats import fisher_exact
+    statistics.correct([difference["mean_at_n"] for difference in differences if difference["mean_at_n"] is not None])
+    for k in {k for difference in differences for k in difference["pass_at_k"]}:
+        statistics.correct([difference["pass_at_k"][k] for difference in differences if k in difference["pass_at_k"]])
 
-        base = next(row["above"] for row in rows if row["strategy"] == baseline)
-        tested = [row for row in rows if row["strategy"] != baseline]
-        sides = ([[above["runs"], above["of"] - above["runs"]] for above in (row["above"], base)] for row in tested)
-        p_values = [float(fisher_exact(counts).pvalue) for counts in sides]
-        for row, p, corrected in zip(tested, p_values, statistics.holm(p_values)):
-            row["above"] |= {"p": p, "p_corrected": corrected}
-            more = "" if len(tested) == 1 else f", {corrected:.2g} corrected for {len(tested)} comparisons"
-            row["verdict"] += f", of {baseline} {base['runs']} of {base['of']} (Fisher's exact p {p:.2g}{more})"
+    for row in rows:
+        arm = row["strategy"]
+        row["failed"] = failed[arm]
+        if arm == baseline:
+            row["verdict"] = "the baseline"
+        else:
+            difference = row["difference"] and row["difference"]["mean_at_n"]
+            shared_seeds = done[arm].keys() & done[baseline].keys()
+            row["verdict"] = verdict(difference, f"Mean@{row['n']}", baseline, len(shared_seeds))
+        if threshold is not None:
+            row["above"] = _above(done[arm], threshold)
+            row["verdict"] += f"; {row['above']['runs']} of {row['above']['of']} runs end above {threshold:g}"
+    if threshold is not None:
+        _compare_counts(rows, baseline)
     return rows
 
 
+def _above(runs: Runs, threshold: float) -> dict[str, Any]:
+    """``above`` of an arm: how many of its evaluated runs end above the threshold."""
+    scores = []
+    for run in runs.values():
+        if run["evaluation"]:
+            problems = run["evaluation"]["problems"]
+            # Not the mean of the problems' fractions, which is rounded: 0.8 may be 0.8 + 2e-16, which is not above 0.8.
+            scores.append(sum(problem["correct"] for problem in problems) / sum(problem["n"] for problem in problems))
+    return {"threshold": threshold, "runs": sum(score > threshold for score in scores), "of": len(scores)}
+
+
+def _compare_counts(rows: Sequence[dict[str, Any]], baseline: str) -> None:
+    """Adds Fisher's exact test against the baseline to the counts ``above`` a threshold, and to the verdicts."""
+    from scipy.stats import fisher_exact
+
+    base = next(row["above"] for row in rows if row["strategy"] == baseline)
+    tested = [row for row in rows if row["strategy"] != baseline]
+    p_values = []
+    for row in tested:
+        table = [[above["runs"], above["of"] - above["runs"]] for above in (row["above"], base)]
+        p_values.append(float(fisher_exact(table).pvalue))
+    for row, p, corrected in zip(tested, p_values, statistics.holm(p_values)):
+        row["above"] |= {"p": p, "p_corrected": corrected}
+        correction = "" if len(tested) == 1 else f", {corrected:.2g} corrected for {len(tested)} comparisons"
+        row["verdict"] += f", of {baseline} {base['runs']} of {base['of']} (Fisher's exact p {p:.2g}{correction})"
+
+
 def _row(arm: str, mine: Runs, theirs: Runs, baseline: str) -> dict[str, Any]:
-    shared = sorted(mine.keys() & theirs.keys())
-    problems = next((run["evaluation"]["problems"] for run in mine.values() if run["evaluation"]), None)
-    n = problems[0]["n"] if problems else None
-    row = {"strategy": arm, "seeds": sorted(mine), "failed": [], "n": n, "difference": None}
-    row |= dict.fromkeys(("reward_first", "reward_last", "reward_change"))
-    row |= _judged([{**_rewards(mine[seed]), **_scores(mine[seed])} for seed in sorted(mine)])
-    if arm != baseline and shared:
-        row["difference"] = _judged(*([_scores(side[seed]) for seed in shared] for side in (mine, theirs)))
-    row["cost"] = _cost(mine, theirs, shared)
-    lost = [unscored(run["evaluation"] or {}) for run in mine.values()]
-    row["unscored"] = {key: statistics.mean_of_known(of_run[key] for of_run in lost) for key in unscored({})}
+    """An arm in ``summary`` of results.json; ``theirs`` are the baseline's runs."""
+    seeds = sorted(mine)
+    shared_seeds = sorted(mine.keys() & theirs.keys())
+    evaluations = [run["evaluation"] for run in mine.values() if run["evaluation"]]
+    problems = evaluations[0]["problems"] if evaluations else None
+    row = {
+        "strategy": arm,
+        "seeds": seeds,
+        "failed": [],
+        "n": problems[0]["n"] if problems else None,
+        "difference": None,
+        "reward_first": None,
+        "reward_last": None,
+        "reward_change": None,
+        **_means([{**_rewards(mine[seed]), **_scores(mine[seed])} for seed in seeds]),
+    }
+    if arm != baseline and shared_seeds:
+        row["difference"] = _differences(
+            [_scores(mine[seed]) for seed in shared_seeds], [_scores(theirs[seed]) for seed in shared_seeds]
+        )
+    row["cost"] = _cost(mine, theirs, shared_seeds)
+    unscored_by_run = [unscored(run["evaluation"] or {}) for run in mine.values()]
+    row["unscored"] = {}
+    for key in unscored({}):
+        row["unscored"][key] = statistics.mean_of_known(shares[key] for shares in unscored_by_run)
     return row
+
+
+Scores = Mapping[str, Mapping[str, float]]
+"""Of one run: by measure, its value for each problem."""
 
 
 def _rewards(run: Mapping[str, Any]) -> dict[str, dict[str, float]]:
@@ -214,7 +281,8 @@ def _rewards(run: Mapping[str, Any]) -> dict[str, dict[str, float]]:
     if not rewards:
         return {}
     count = max(1, len(rewards) // 4)
-    first, last = float(np.mean(rewards[:count])), float(np.mean(rewards[-count:]))
+    first = float(np.mean(rewards[:count]))
+    last = float(np.mean(rewards[-count:]))
     return {"reward_first": {"": first}, "reward_last": {"": last}, "reward_change": {"": last - first}}
 
 
@@ -223,69 +291,120 @@ def _scores(run: Mapping[str, Any]) -> dict[str, dict[str, float]]:
     evaluation = run["evaluation"]
     if not evaluation or not evaluation["problems"]:
         return {}
-    scores = {"mean_at_n": {p["id"]: p["correct"] / p["n"] for p in evaluation["problems"]}}
+    problems = evaluation["problems"]
+    scores = {"mean_at_n": {problem["id"]: problem["correct"] / problem["n"] for problem in problems}}
     for k in evaluation["pass_at_k"]:
-        scores[k] = {p["id"]: statistics.pass_at_k(p["n"], p["correct"], int(k)) for p in evaluation["problems"]}
+        scores[k] = {
+            problem["id"]: statistics.pass_at_k(problem["n"], problem["correct"], int(k)) for problem in problems
+        }
     return scores
 
 
-def _judged(*sides: Sequence[Mapping[str, Mapping[str, float]]]) -> dict[str, Any]:
-    """For one side's runs the mean of each measure, for two sides' the paired difference, each with its interval."""
-    judged: dict[str, Any] = {"mean_at_n": None, "pass_at_k": {}}
-    runs = [run for side in sides for run in side]
-    for name in dict.fromkeys(name for run in runs for name in run):
-        having = [[run[name] for run in side if name in run] for side in sides]
-        if len(sides) == 2 and len(having[0] + having[1]) < len(runs):
+def _means(runs: Sequence[Scores]) -> dict[str, Any]:
+    """The mean of each measure over those runs that have it, with its interval."""
+    intervals = {}
+    for measure in _measures_of(runs):
+        runs_with_it = [run[measure] for run in runs if measure in run]
+        tables = _tables(runs_with_it)
+        if tables:
+            is_share = not measure.startswith("reward")
+            intervals[measure] = statistics.interval(tables[0], share=is_share)
+    return _with_pass_at_k(intervals)
+
+
+def _differences(ours: Sequence[Scores], baseline: Sequence[Scores]) -> dict[str, Any]:
+    """The paired difference of each measure that all runs have, with its interval and test.
+
+    Both are in the order of the seeds that they share.
+    """
+    differences = {}
+    runs = [*ours, *baseline]
+    for measure in _measures_of(runs):
+        if not all(measure in run for run in runs):
             continue  # a pair lacks one of its runs
-        problems = [problem for problem in having[0][0] if all(problem in run for side in having for run in side)]
-        if not problems:
-            continue
-        tables = [np.array([[run[problem] for problem in problems] for run in side]) for side in having]
-        share = not name.startswith("reward")
-        value = statistics.paired(*tables) if len(sides) == 2 else statistics.interval(*tables, share=share)
-        (judged["pass_at_k"] if name.isdecimal() else judged)[name] = value
-    return judged
+        tables = _tables([run[measure] for run in ours], [run[measure] for run in baseline])
+        if tables:
+            differences[measure] = statistics.paired(*tables)
+    return _with_pass_at_k(differences)
 
 
-def _cost(mine: Runs, theirs: Runs, shared: list[int]) -> dict[str, Any]:
+def _measures_of(runs: Sequence[Scores]) -> list[str]:
+    return list(dict.fromkeys(measure for run in runs for measure in run))
+
+
+def _tables(*arms: Sequence[Mapping[str, float]]) -> list[np.ndarray]:
+    """For each arm a table, runs × the problems that all runs of all arms have; empty where there are none."""
+    runs = [run for arm in arms for run in arm]
+    problems = [problem for problem in runs[0] if all(problem in run for run in runs)]
+    if not problems:
+        return []
+    return [np.array([[run[problem] for problem in problems] for run in arm]) for arm in arms]
+
+
+def _with_pass_at_k(intervals: Mapping[str, Any]) -> dict[str, Any]:
+    """Measures as in results.json: those of a number k are Pass@k, and under ``pass_at_k``."""
+    row: dict[str, Any] = {"mean_at_n": None, "pass_at_k": {}}
+    for measure, interval in intervals.items():
+        if measure.isdecimal():
+            row["pass_at_k"][measure] = interval
+        else:
+            row[measure] = interval
+    return row
+
+
+def _cost(mine: Runs, theirs: Runs, shared_seeds: list[int]) -> dict[str, Any]:
     """Medians over steps and seeds; ratios are of runs with the same seed. The first step warms up and is left out."""
 
     def spent(run: Mapping[str, Any], key: str) -> float | None:
         if key == "memory_bytes":
             return run["peak_memory_bytes"]
-        return statistics.mean_of_known((step.get(key) for step in run["steps"][1:] or run["steps"]), np.median)
+        steps = run["steps"][1:] or run["steps"]
+        return statistics.mean_of_known((step.get(key) for step in steps), np.median)
 
     cost: dict[str, Any] = {}
     for key in (*_COSTS, "memory_bytes"):
-        own, base = ({seed: spent(run, key) for seed, run in side.items()} for side in (mine, theirs))
-        pairs = [(own[seed], base[seed]) for seed in shared]
-        ratio = statistics.mean_of_known((a / b for a, b in pairs if a is not None and b), np.median)
-        cost[key] = {"value": statistics.mean_of_known(own.values(), np.median), "ratio": ratio}
+        own = {seed: spent(run, key) for seed, run in mine.items()}
+        base = {seed: spent(run, key) for seed, run in theirs.items()}
+        ratios = []
+        for seed in shared_seeds:
+            own_cost = own[seed]
+            base_cost = base[seed]
+            if own_cost is not None and base_cost:
+                ratios.append(own_cost / base_cost)
+        cost[key] = {
+            "value": statistics.mean_of_known(own.values(), np.median),
+            "ratio": statistics.mean_of_known(ratios, np.median),
+        }
     return cost
 
 
 def verdict(difference: Mapping[str, Any] | None, measure: str, baseline: str, seeds: int) -> str:
-    """One sentence on a corrected difference in ``Mean@8``; ``seeds`` is how many both strategies have."""
+    """One sentence on a corrected difference in ``Mean@8``; ``seeds`` is how many both arms have."""
     if seeds == 0:
         return f"could not be compared with {baseline}: no seed has finished for both"
     if difference is None:
         return f"was not compared with {baseline}: there is no evaluation, and rewards are of rollouts drawn otherwise"
-    value, alike = difference["value"], difference["low"] is None
-    if value == 0.0 and alike:
+    value = difference["value"]
+    all_equal = difference["low"] is None  # the units, seeds or problems, differ from the baseline by the same
+    if value == 0.0 and all_equal:
         return f"equal to {baseline} in {measure} with every seed"
-    over = " over problems" if difference["over"] == "problems" and not alike else ""
-    text = f"{measure} {statistics.in_words(difference, '+.3f')}{over} against {baseline}"
+    unit = " over problems" if difference["over"] == "problems" and not all_equal else ""
+    text = f"{measure} {statistics.in_words(difference, '+.3f')}{unit} against {baseline}"
     if seeds == 1:
-        return f"{text}, {_OF_ONE_SEED[difference['within_noise']]}"
+        if difference["within_noise"]:
+            return f"{text}, within noise even of its problems; one seed gives no interval over seeds"
+        return f"{text}, the problems agree, but one seed is too few to tell a method from luck"
+
     count = difference["comparisons"]
     corrected = "" if count == 1 else f", {difference['p_corrected']:.2g} corrected for {count} comparisons"
-    how = "with each of" if alike else "over"
     tested = " over problems" if "tested" in difference else ""
+    how = "with each of" if all_equal else "over"
     text += f" {how} {seeds} seeds (p {difference['p']:.2g}{tested}{corrected})"
     if difference["within_noise"]:
-        least = difference["detectable"]
-        missed = "" if least is None else f"; below about {least:.3f} a difference would often have been missed"
-        return f"within noise: {text}{missed}"
+        detectable = difference["detectable"]
+        if detectable is None:
+            return f"within noise: {text}"
+        return f"within noise: {text}; below about {detectable:.3f} a difference would often have been missed"
     if seeds < statistics.ENOUGH_SEEDS:
         return f"{text}; {seeds} seeds are too few to tell a method from luck"
     return f"{'better' if value > 0 else 'worse'}: {text}"
@@ -293,18 +412,31 @@ def verdict(difference: Mapping[str, Any] | None, measure: str, baseline: str, s
 
 def table(results: Mapping[str, Any]) -> str:
     """The outcome in a few lines for the screen."""
-    metrics = evaluated(results, by_strategy(results))
-    metrics = [*metrics[:1], *metrics[1:][-1:]]
-    lost = ["cut / unreadable / timed out"] if metrics else []
-    heads = [*(heading for heading, _ in metrics), *lost, "reward of own rollouts", "tokens/s", "s/step"]
-    lines = [["strategy", "seeds", *heads]]
+    metrics = evaluated(results, by_arm(results))
+    if len(metrics) > 2:
+        metrics = [metrics[0], metrics[-1]]  # the screen is narrow: Mean@n, and Pass@k of the largest k
+    header = ["strategy", "seeds", *(metric.heading for metric in metrics)]
+    if metrics:
+        header.append("cut / unreadable / timed out")
+    header += ["reward of own rollouts", "tokens/s", "s/step"]
+    lines = [header]
     for row in results["summary"]:
-        cells = [statistics.in_words(dig(row, *keys)) for _, keys in metrics] + [shares(row["unscored"]) for _ in lost]
-        began, ended = (row[key] and f"{row[key]['value']:.3f}" for key in ("reward_first", "reward_last"))
-        ratios = (row["cost"][key]["ratio"] for key in ("tokens_per_second", "step_seconds"))
-        cells += ["–" if ended is None else f"{began} → {ended}"]
-        cells += ["–" if ratio is None else f"×{ratio:.2f}" for ratio in ratios]
-        lines.append([row["strategy"], str(len(row["seeds"])), *cells])
+        cells = [row["strategy"], str(len(row["seeds"]))]
+        cells += [statistics.in_words(dig(row, *metric.keys)) for metric in metrics]
+        if metrics:
+            cells.append(shares(row["unscored"]))
+        cells.append(_reward_change(row))
+        for key in ("tokens_per_second", "step_seconds"):
+            ratio = row["cost"][key]["ratio"]
+            cells.append("–" if ratio is None else f"×{ratio:.2f}")
+        lines.append(cells)
     verdicts = [f"{row['strategy']}: {row['verdict']}" for row in results["summary"]]
     warnings = [f"warning: {line}" for line in results["warnings"]]
-    return "\n".join([*text_table(lines, left=len(lines[0])), "", *verdicts, *warnings])
+    return "\n".join([*text_table(lines, left=len(header)), "", *verdicts, *warnings])
+
+
+def _reward_change(row: Mapping[str, Any]) -> str:
+    """``0.120 → 0.340``: the mean rewards of the first and the last quarter of steps."""
+    first = row["reward_first"]
+    last = row["reward_last"]
+    return "–" if last is None else f"{first['value']:.3f} → {last['value']:.3f}"

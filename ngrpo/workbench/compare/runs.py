@@ -55,21 +55,26 @@ class ComparisonFolder(ResultFolder):
 
     def need(self, size: int) -> None:
         """Raises :class:`CannotWrite` unless ``size`` bytes are free."""
-        if (free := shutil.disk_usage(self.path).free) < size:
-            needed = f"{free / 2**30:.1f} GiB are free, and the next run writes about {size / 2**30:.1f} GiB"
-            raise CannotWrite(self.path, needed)
+        free = shutil.disk_usage(self.path).free
+        if free < size:
+            raise CannotWrite(
+                self.path,
+                f"{free / 2**30:.1f} GiB are free, and the next run writes about {size / 2**30:.1f} GiB",
+            )
 
 
 def run_config(plan: Plan, run: Run, folder: Path) -> RunConfig:
     """A run of a comparison: the shared flags, and its arm's own, which win; ``UsageError`` for unknown ones."""
     own = Flags(run.arm.training_flags)
     shared = Flags(plan.shared).without(*(flag.name for flag in own))
-    both = Flags(["--perturbation", "none", *shared.argv, *own.argv])
+    flags = Flags(["--perturbation", "none", *shared.argv, *own.argv])
     if plan.reproducible:
-        both = both.with_defaults({"--reproducible": "true"})
-    common = parse.run_config([*both.argv, "--train.seed", str(run.seed), "--run-dir", str(folder)])
-    perturbed = {"perturbation": run.arm.spec} if run.arm.spec else {}
-    return replace(common, specs={**perturbed, **common.specs}, notes=run.arm.notes)
+        flags = flags.with_defaults({"--reproducible": "true"})
+    config = parse.run_config([*flags.argv, "--train.seed", str(run.seed), "--run-dir", str(folder)])
+    specs = dict(config.specs)
+    if run.arm.spec:
+        specs = {"perturbation": run.arm.spec, **specs}
+    return replace(config, specs=specs, notes=run.arm.notes)
 
 
 def eval_argv(plan: Plan, model: str, folder: Path, arm: Arm | None = None) -> list[str]:
@@ -77,31 +82,51 @@ def eval_argv(plan: Plan, model: str, folder: Path, arm: Arm | None = None) -> l
 
     The perturbation stays off, unless the arm says ``perturb_eval``, as `hrpo` does: its gate is part of the policy.
     """
-    training = Flags([*plan.shared, *(arm.training_flags if arm else ())])
-    own = Flags(plan.evaluation or ()).has(*conversation.EVALUATION_FLAGS)
-    template = [] if own else [word for flag in conversation.flags_like(training).items() for word in flag]
-    perturbed = arm.perturbation_flags if arm and arm.spec and arm.spec.get("perturb_eval", False) else []
-    return ["--model", model, *template, *(plan.evaluation or ()), *perturbed, "--out", str(folder)]
+    argv = ["--model", model]
+    if not Flags(plan.evaluation or ()).has(*conversation.EVALUATION_FLAGS):
+        training = Flags([*plan.shared, *(arm.training_flags if arm else ())])
+        for name, value in conversation.flags_like(training).items():
+            argv += [name, value]
+    argv += plan.evaluation or ()
+    if arm and arm.spec and arm.spec.get("perturb_eval", False):
+        argv += arm.perturbation_flags
+    return [*argv, "--out", str(folder)]
 
 
 def identity(plan: Plan, run: Run) -> str:
     """A hash of a finished run's causes: its commands' flags, the files that they name (methods, data, rewards,
     weights), the versions, and the user's choice of vLLM's model runner.
     """
-    chosen = versions(os.environ.get("VLLM_USE_V2_MODEL_RUNNER"))
     config = run_config(plan, run, Path())
     flags = list(Flags(config.openrlhf))
-    named = [config.task or "", *(value for flag in flags for value in flag.values), *(plan.evaluation or ())]
+    named = [config.task or "", *(plan.evaluation or ())]
+    for flag in flags:
+        named += flag.values
     for spec in config.specs.values():
-        options = (value for key, value in spec.items() if key.rpartition(".")[2] not in ("name", "source"))
-        named += [value for value in options if isinstance(value, str) and not re.fullmatch(r"[\w-]*", value)]
+        named += _possible_paths(spec)
     files = contents(named)
-    models = [flag.values[0] for flag in flags if flag.name.endswith(MODEL_NAMES) and flag.values]
-    for name in {name for value in models for name in value.split(",")} - set(packaged.PACKAGED):
-        if (weights := packaged.fingerprint(name)) is not None:
-            files[name] = weights
-    parts = json.dumps([config.flags(), plan.evaluation, files, chosen], sort_keys=True)
-    return hashlib.sha256(parts.encode()).hexdigest()[:16]
+    models: set[str] = set()
+    for flag in flags:
+        if flag.name.endswith(MODEL_NAMES) and flag.values:
+            models |= set(flag.values[0].split(","))
+    for model in models - set(packaged.PACKAGED):
+        weights = packaged.fingerprint(model)
+        if weights is not None:
+            files[model] = weights
+    chosen = versions(os.environ.get("VLLM_USE_V2_MODEL_RUNNER"))
+    causes = json.dumps([config.flags(), plan.evaluation, files, chosen], sort_keys=True)
+    return hashlib.sha256(causes.encode()).hexdigest()[:16]
+
+
+def _possible_paths(spec: Mapping[str, Any]) -> list[str]:
+    """The options of a spec that may name a file: texts with more than letters, digits, ``_`` and ``-``."""
+    texts = []
+    for key, value in spec.items():
+        if key.rpartition(".")[2] in ("name", "source"):
+            continue
+        if isinstance(value, str) and not re.fullmatch(r"[\w-]*", value):
+            texts.append(value)
+    return texts
 
 
 def is_evaluated(plan: Plan, model: str, folder: ComparisonFolder, path: Path) -> bool:
@@ -122,7 +147,9 @@ def status(plan: Plan, run: Run, folder: ComparisonFolder) -> dict[str, Any]:
     done = record.get("status") == "done"
     if record.get("identity") != identity(plan, run):
         return {"status": "other" if done else "pending"}
-    needed = ["summary.json", *([] if plan.evaluation is None else ["evaluation/evaluation.json"])]
+    needed = ["summary.json"]
+    if plan.evaluation is not None:
+        needed.append("evaluation/evaluation.json")
     if done and not all((folder.run_folder(run) / name).is_file() for name in needed):
         return {"status": "pending"}
     return record
@@ -133,10 +160,17 @@ def execute(plan: Plan, run: Run, folder: ComparisonFolder, on_step: OnStep) -> 
 
     ``on_step`` gets each training step. The child processes keep the folder's lock while they live.
     """
-    run_folder, began = folder.fresh(run), time.time()
+    run_folder = folder.fresh(run)
+    began = time.time()
     log = run_folder / "train.log"
-    record: dict[str, Any] = {"identity": identity(plan, run), "arm": run.arm.id, "seed": run.seed, "error": None}
-    record |= {"status": "done", "peak_memory_bytes": None}
+    record: dict[str, Any] = {
+        "identity": identity(plan, run),
+        "arm": run.arm.id,
+        "seed": run.seed,
+        "error": None,
+        "status": "done",
+        "peak_memory_bytes": None,
+    }
     try:
         run_config(plan, run, run_folder).write(run_folder / FILE)
         argv = ["train", "--config", str(run_folder / FILE), "--run-dir", str(run_folder)]
@@ -148,9 +182,10 @@ def execute(plan: Plan, run: Run, folder: ComparisonFolder, on_step: OnStep) -> 
         if not plan.keep_models:
             shutil.rmtree(run_folder / "model", ignore_errors=True)
     except CommandFailed as failure:
-        folder.need(1 << 26)  # A full disk is not the strategy's fault: the run stays pending.
+        folder.need(1 << 26)  # A full disk is not the arm's fault: the run stays pending.
         record.update(status="failed", error=str(failure))
-    record |= {"seconds": round(time.time() - began, 1), "log": str(log.relative_to(folder.path))}
+    record["seconds"] = round(time.time() - began, 1)
+    record["log"] = str(log.relative_to(folder.path))
     folder.write(f"runs/{run.id}/run.json", record)
     return record
 
@@ -181,11 +216,13 @@ def command(argv: Sequence[str], log: Path, lock: int, on_step: OnStep | None = 
             start_new_session=True,
             preexec_fn=_die_with_parent,
         )
-    peak, measured = 0, time.monotonic()
+    peak = 0
+    measured = time.monotonic()
     try:
         for line in follow(log.with_name(PROGRESS) if on_step else log, lambda: process.poll() is not None):
             if time.monotonic() - measured > _MEMORY_EVERY_SECONDS:
-                peak, measured = max(peak, _memory(process.pid)), time.monotonic()
+                peak = max(peak, _memory(process.pid))
+                measured = time.monotonic()
             if on_step and line:
                 on_step(json.loads(line))
     finally:
@@ -196,15 +233,23 @@ def command(argv: Sequence[str], log: Path, lock: int, on_step: OnStep | None = 
                     os.killpg(process.pid, sign)
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(patience)
-    if (code := process.returncode) != 0:
-        # Our own error line where there is one, else the end of the log.
-        lines = [line for line in log.read_text(errors="replace").replace("\r", "\n").splitlines() if line.strip()]
-        for mark in ("ngrpo: error:", "ngrpo: training failed:"):
-            if ours := [i for i, line in enumerate(lines) if line.startswith(mark)]:
-                raise CommandFailed("\n".join(lines[ours[-1] : ours[-1] + _ERROR_LINES]).removeprefix("ngrpo: "))
-        ending = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
-        raise CommandFailed("\n".join([f"{ending}; the log ends:", *lines[-_ERROR_LINES:]]))
-    return None if os.environ.get("RAY_ADDRESS") else peak or None
+    if process.returncode != 0:
+        raise CommandFailed(_failure(log, process.returncode))
+    if os.environ.get("RAY_ADDRESS"):
+        return None
+    return peak or None
+
+
+def _failure(log: Path, code: int) -> str:
+    """Our own error line of a log with what follows it; where there is none, the exit code and the end of the log."""
+    lines = [line for line in log.read_text(errors="replace").replace("\r", "\n").splitlines() if line.strip()]
+    for mark in ("ngrpo: error:", "ngrpo: training failed:"):
+        numbers = [number for number, line in enumerate(lines) if line.startswith(mark)]
+        if numbers:
+            last = numbers[-1]
+            return "\n".join(lines[last : last + _ERROR_LINES]).removeprefix("ngrpo: ")
+    ending = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
+    return "\n".join([f"{ending}; the log ends:", *lines[-_ERROR_LINES:]])
 
 
 def _die_with_parent() -> None:
@@ -225,8 +270,8 @@ def _memory(pid: int) -> int:
                 total += process.memory_full_info().pss
     if shutil.which("nvidia-smi") is not None:
         query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-        answer = subprocess.run(query, capture_output=True, text=True, check=False)
-        total += sum(int(line) << 20 for line in answer.stdout.split() if line.isdigit())
+        used = subprocess.run(query, capture_output=True, text=True, check=False).stdout  # MiB of each GPU
+        total += sum(int(line) << 20 for line in used.split() if line.isdigit())
     return total
 
 
@@ -235,7 +280,8 @@ class Screen:
 
     def __init__(self, total: int, took: Sequence[float] = ()) -> None:
         """For ``total`` runs, of which the finished ones ``took`` seconds each."""
-        self._total, self._took = total, list(took)
+        self._total = total
+        self._took = list(took)
 
     def begin(self, number: int, run: Run) -> None:
         """A run starts; ``number`` counts from 1."""
@@ -245,13 +291,16 @@ class Screen:
 
     def step(self, line: Mapping[str, Any]) -> None:
         """A training step of the current run."""
-        step, steps, seconds = line["step"], line["steps"], line["seconds"]
+        step = line["step"]
+        steps = line["steps"]
+        seconds = line["seconds"]
         passed = time.monotonic() - self._began
         training = (steps - step) * seconds
         # Each run takes as long as the finished ones did; the first one goes by its own steps.
-        run = sum(self._took) / len(self._took) if self._took else passed + training
-        more = max(training, run - passed) + (self._total - len(self._took) - 1) * run
-        self._say(f"step {step}/{steps}: reward {line['reward']:.3f}, {seconds:.0f} s, about {span(more)} left")
+        whole_run = sum(self._took) / len(self._took) if self._took else passed + training
+        later_runs = (self._total - len(self._took) - 1) * whole_run
+        left = max(training, whole_run - passed) + later_runs
+        self._say(f"step {step}/{steps}: reward {line['reward']:.3f}, {seconds:.0f} s, about {span(left)} left")
 
     def end(self, record: Mapping[str, Any], evaluation: Mapping[str, Any] | None) -> None:
         """The current run has ended."""

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ngrpo diagnose`: before any training, how different and how valid a strategy's rollouts are."""
+"""`ngrpo diagnose`: before any training, how different and how valid an arm's rollouts are."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ngrpo.config.arms import Arm
 from perturbations.errors import UsageError
@@ -13,19 +13,32 @@ if TYPE_CHECKING:
     from ngrpo.workbench.evaluate.engine import RolloutPolicy
 
 
-def policy_of(strategy: Arm, step: int = 0, steps: int | None = None) -> RolloutPolicy:
-    """A strategy's sampling schedule and parameter noise at a step; UsageError as :meth:`RolloutPolicy.of`."""
+def policy_of(arm: Arm, step: int = 0, steps: int | None = None) -> RolloutPolicy:
+    """An arm's sampling schedule and parameter noise at a training step; UsageError as :meth:`RolloutPolicy.of`."""
     from ngrpo.config import parse
     from ngrpo.workbench.evaluate.engine import RolloutPolicy
 
-    words = [word for key, value in strategy.rollouts.items() for word in (f"--{key}", *([value] if value else []))]
+    words: list[str] = []
+    for key, value in arm.rollouts.items():
+        words.append(f"--{key}")
+        if value:
+            words.append(value)
     try:
         return RolloutPolicy.of(parse.run_config(words), step, steps)
     except UsageError as error:
-        raise UsageError(f"--strategy {strategy.id!r}: {error}") from None
+        raise UsageError(f"--strategy {arm.id!r}: {error}") from None
 
 
-def without_repeats(strategies: Sequence[Arm], step: int = 0, steps: int | None = None) -> list[Arm]:
-    """The strategies, each once, whatever its id; step and steps as in :func:`policy_of`."""
-    drawn = [(s.name, dict(s.options), policy_of(s, step, steps).described()) for s in strategies]
-    return [strategy for i, strategy in enumerate(strategies) if drawn[i] not in drawn[:i]]
+def without_repeats(arms: Sequence[Arm], step: int = 0, steps: int | None = None) -> list[Arm]:
+    """The arms without those that roll out as an earlier one does, whatever their ids.
+
+    ``step`` and ``steps`` are as in :func:`policy_of`.
+    """
+    kept: list[Arm] = []
+    rollouts: list[tuple[str, dict[str, str], dict[str, Any]]] = []
+    for arm in arms:
+        described = (arm.name, dict(arm.options), policy_of(arm, step, steps).described())
+        if described not in rollouts:
+            kept.append(arm)
+            rollouts.append(described)
+    return kept

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A whole diagnosis: samples of the missing strategies, then every result from the samples of all."""
+"""A whole diagnosis: samples of the arms that lack them, then every result from the samples of all arms."""
+
+from __future__ import annotations
 
 import json
 import time
@@ -21,24 +23,27 @@ from ngrpo.methods.scoring import Problem, digest
 from ngrpo.methods.tasks import check_problems
 from ngrpo.workbench.diagnose import embedding_map, group_sampling
 from ngrpo.workbench.diagnose.group_sampling import GroupSampling, Sample
-from ngrpo.workbench.diagnose.measures import groups_of, strategy_rows
+from ngrpo.workbench.diagnose.measures import arm_rows, groups_of
 from ngrpo.workbench.evaluate.engine import RolloutPolicy
 from ngrpo.workbench.report import write_report
-from ngrpo.workbench.report.charts import MEASURES
+from ngrpo.workbench.report.diagnosis_charts import MEASURES
 from ngrpo.workbench.report.values import dig, format_number
 from perturbations.errors import UsageError, require
 
-SAMPLES, FINISHED, MAP = "samples.jsonl", "finished.jsonl", "embedding_map.json"
-DIAGNOSIS, REPORT = "diagnosis.json", "diagnosis.html"
-# Questions with responses side by side.
+SAMPLES = "samples.jsonl"
+FINISHED = "finished.jsonl"
+MAP = "embedding_map.json"
+DIAGNOSIS = "diagnosis.json"
+REPORT = "diagnosis.html"
 QUESTIONS = 3
+"""The number of questions whose responses are shown side by side."""
 _MOSTLY = 0.5
 
 
 def diagnose(
     model: str,
     problems: Sequence[Problem],
-    strategies: Sequence[Arm],
+    arms: Sequence[Arm],
     *,
     out: str | Path,
     sampling: GroupSampling = GroupSampling(),
@@ -51,16 +56,16 @@ def diagnose(
     llm: LLM | None = None,
     report: Report = lambda line: None,
 ) -> dict[str, Any]:
-    """Samples groups under each strategy, and writes their diversity and validity with a page for people.
+    """Samples groups under each arm, and writes their diversity and validity with a page for people.
 
-    Strategies that are finished in the folder are kept; new ones may be added to it.
+    Arms that are finished in the folder are kept; new ones may be added to it.
 
     Args:
         model: a packaged name, a folder or a hub name.
         problems: the prompts, with distinct ids.
-        strategies: the first unperturbed one, without schedule and noise, is the baseline.
+        arms: the first unperturbed one, without schedule and noise, is the baseline.
         out: the folder.
-        policies: sampling schedule and parameter noise of each strategy; None: neither.
+        policies: sampling schedule and parameter noise of each arm; None: neither.
         with_map: make the embedding map too, of ``map_words`` (with commas between; None: ten usual ones).
         dtype: of the model, as vLLM takes it; None: float32 on a CPU, the model's own with CUDA.
         llm: a live engine of `group_sampling.build` with room for these prompts, instead of a new one.
@@ -72,47 +77,47 @@ def diagnose(
         UsageError: for bad settings, a folder begun with others, or one that cannot be written.
     """
     check_problems(problems)
-    if not strategies:
+    if not arms:
         raise UsageError("no strategy to diagnose: name some with --perturbations.")
     dtype = dtype or profile_for(hardware).engine_options.get("dtype", "auto")
-    path = packaged.resolve(model, report=report) if llm is None else model
-    tokenizer = packaged.load_tokenizer(path) if llm is None else llm.get_tokenizer()
+    if llm is None:
+        path = packaged.resolve(model, report=report)
+        tokenizer = packaged.load_tokenizer(path)
+    else:
+        path = model
+        tokenizer = llm.get_tokenizer()
     began = time.time()
     with DiagnosisFolder.opened(Path(out).expanduser(), report) as folder:
         folder.claim(settings_of(model, dataset, problems, sampling, dtype))
-        policy = {s.id: p for s, p in zip(strategies, policies or [RolloutPolicy()] * len(strategies))}
-        missing = [strategy for strategy in strategies if not folder.has(strategy, policy[strategy.id].described())]
-        map_settings = map_settings_of(strategies, map_words)
+        policy_by_arm = {arm.id: policy for arm, policy in zip(arms, policies or [RolloutPolicy()] * len(arms))}
+
+        # 1. Sample the arms that the folder lacks, and draw its map.
+        missing = [arm for arm in arms if not folder.has(arm, policy_by_arm[arm.id].described())]
+        map_settings = map_settings_of(arms, map_words)
         map_missing = with_map and (folder.read(MAP) or {}).get("asked") != map_settings
         if missing or map_missing:
             tokens = embedding_map.choose_tokens(tokenizer, map_words) if with_map else []
             if llm is None:
-                longest = max(len(group_sampling.prompt_tokens(tokenizer, p)) for p in problems) + sampling.max_tokens
-                # The perplexity's request draws one more token.
-                room = max(longest, embedding_map.ROOM if with_map else 0) + 1
                 report("vLLM is starting")
+                room = _longest_sequence(tokenizer, problems, sampling, with_map=with_map)
                 llm = group_sampling.build(path, room, hardware=hardware, dtype=dtype)
-            for strategy in missing:
-                its_policy, began_one = policy[strategy.id], time.time()
-                report(f"{strategy.id}: {len(problems)} prompts × {sampling.group} responses")
-                for note in its_policy.notes:
-                    report(f"warning: {strategy.id}: {note}")
-                samples, facts = group_sampling.sample_strategy(llm, strategy, problems, sampling, path, its_policy)
-                facts |= {"rollouts": its_policy.described()} if its_policy.specs else {}
-                seconds = round(time.time() - began_one, 1)
-                folder.keep(strategy.id, samples, {"perturbation": strategy.spec, "seconds": seconds, **facts})
-                reward, speed = sum(sample.reward for sample in samples) / len(samples), facts["tokens_per_second"]
-                report(f"{strategy.id}: reward {reward:.3f}, {speed:.0f} tokens/s, {seconds:.0f} s")
+            for arm in missing:
+                _sample_into(folder, llm, arm, problems, sampling, path, policy_by_arm[arm.id], report)
             if map_missing:
                 report("embedding map")
-                template = {name: each for name, each in problems[0].template.items() if name != conversation.TOOLS}
-                map_data = embedding_map.make(llm, strategies, tokens, sampling.seed, template)
+                template = {name: value for name, value in problems[0].template.items() if name != conversation.TOOLS}
+                map_data = embedding_map.make(llm, arms, tokens, sampling.seed, template)
                 folder.write(MAP, {"asked": map_settings, "map": map_data})
+
+        # 2. Measure all arms from the samples in the folder.
         kept = folder.samples()
-        groups = {s.id: groups_of(kept[s.id]) for s in strategies}
-        baseline = next((s.id for s in strategies if s.spec is None and not policy[s.id].specs), None)
-        rows = strategy_rows(strategies, groups, problems, folder.finished, baseline, sampling.seed)
-        runners = sorted({facts["model_runner"] for facts in folder.finished.values() if "model_runner" in facts})
+        groups = {arm.id: groups_of(kept[arm.id]) for arm in arms}
+        unperturbed = [arm.id for arm in arms if arm.spec is None and not policy_by_arm[arm.id].specs]
+        baseline = unperturbed[0] if unperturbed else None
+        rows = arm_rows(arms, groups, problems, folder.finished, baseline, sampling.seed)
+
+        # 3. Write the result and its page.
+        runners = {facts["model_runner"] for facts in folder.finished.values() if "model_runner" in facts}
         sampling_settings = {name: value for name, value in asdict(sampling).items() if name != "group"}
         result = {
             "format": 1,
@@ -121,12 +126,12 @@ def diagnose(
             "group": sampling.group,
             "prompts": len(problems),
             "sampling": {**sampling_settings, "dtype": dtype},
-            "versions": versions(", ".join(runners)),
+            "versions": versions(", ".join(sorted(runners))),
             "machine": machine(),
             "seconds": round(time.time() - began, 1),
             "baseline": baseline,
             "strategies": rows,
-            "warnings": warnings_of(rows, strategies),
+            "warnings": warnings_of(rows, arms),
             "samples": side_by_side(problems, groups, tokenizer),
             "embedding_map": folder.read(MAP)["map"] if with_map else None,
         }
@@ -135,74 +140,133 @@ def diagnose(
     return result
 
 
+def _longest_sequence(
+    tokenizer: TokenizerLike, problems: Sequence[Problem], sampling: GroupSampling, *, with_map: bool
+) -> int:
+    """The tokens of prompt and response for which the engine needs room."""
+    longest_prompt = max(len(group_sampling.prompt_tokens(tokenizer, problem)) for problem in problems)
+    longest = longest_prompt + sampling.max_tokens
+    if with_map:
+        longest = max(longest, embedding_map.ROOM)
+    return longest + 1  # the request for the perplexity draws one token after the response
+
+
+def _sample_into(
+    folder: DiagnosisFolder,
+    llm: LLM,
+    arm: Arm,
+    problems: Sequence[Problem],
+    sampling: GroupSampling,
+    model: str,
+    policy: RolloutPolicy,
+    report: Report,
+) -> None:
+    """Samples one arm and keeps it in the folder; ``report`` gets a line before and after."""
+    began = time.time()
+    report(f"{arm.id}: {len(problems)} prompts × {sampling.group} responses")
+    for note in policy.notes:
+        report(f"warning: {arm.id}: {note}")
+    samples, facts = group_sampling.sample_arm(llm, arm, problems, sampling, model, policy)
+    if policy.specs:
+        facts["rollouts"] = policy.described()
+    seconds = round(time.time() - began, 1)
+    folder.keep(arm.id, samples, {"perturbation": arm.spec, "seconds": seconds, **facts})
+    reward = sum(sample.reward for sample in samples) / len(samples)
+    report(f"{arm.id}: reward {reward:.3f}, {facts['tokens_per_second']:.0f} tokens/s, {seconds:.0f} s")
+
+
 # --- the folder -------------------------------------------------------------------------------------
 
 
 def settings_of(
     model: str, dataset: str, problems: Sequence[Problem], sampling: GroupSampling, dtype: str
 ) -> dict[str, object]:
-    """The settings that all strategies of a folder share."""
-    drawn_from: dict[str, object] = {"model": model, "weights": packaged.fingerprint(model), "dataset": dataset}
-    drawn_from |= {"problems": digest(problems), "scorer_files": contents(p.scorer for p in problems)}
-    return {**drawn_from, "sampling": asdict(sampling), "dtype": dtype}
+    """The settings that all arms of a folder share."""
+    return {
+        "model": model,
+        "weights": packaged.fingerprint(model),
+        "dataset": dataset,
+        "problems": digest(problems),
+        "scorer_files": contents(problem.scorer for problem in problems),
+        "sampling": asdict(sampling),
+        "dtype": dtype,
+    }
 
 
-def map_settings_of(strategies: Sequence[Arm], words: str | None) -> dict[str, object]:
+def map_settings_of(arms: Sequence[Arm], words: str | None) -> dict[str, object]:
     """The settings of an embedding map."""
-    return {"words": words, "specs": [strategy.spec for strategy in strategies]}
+    return {"words": words, "specs": [arm.spec for arm in arms]}
 
 
 State = Literal["finished", "unfinished", "other"]
 
 
 class DiagnosisFolder(ResultFolder):
-    """``finished.jsonl`` names a strategy once all its samples are in ``samples.jsonl``; other samples are dropped."""
+    """``finished.jsonl`` names an arm once all its samples are in ``samples.jsonl``; other samples are dropped.
+
+    The files call an arm a ``strategy``, as the flag ``--strategy`` does.
+    """
 
     finished: dict[str, dict[str, Any]]
-    """The engine's facts about each finished strategy, by id; with its ``perturbation`` and ``seconds``."""
+    """The engine's facts about each finished arm, by id; with its ``perturbation`` and ``seconds``."""
 
     def claim(self, settings: Mapping[str, Any]) -> None:
-        """As :meth:`ResultFolder.claim`; removes the samples of strategies that are not finished, or not all here."""
+        """As :meth:`ResultFolder.claim`; removes the samples of arms that are unfinished or lack some."""
         super().claim(settings)
         lines = self.lines(SAMPLES, "strategy", "tokens")
-        counts = Counter(line["strategy"] for line in lines)
-        rows = self.lines(FINISHED, "strategy", "samples", "perturbation")
-        self.finished = {row.pop("strategy"): row for row in rows if row["samples"] == counts[row["strategy"]]}
+        samples_by_arm = Counter(line["strategy"] for line in lines)
+        self.finished = {}
+        for row in self.lines(FINISHED, "strategy", "samples", "perturbation"):
+            arm = row.pop("strategy")
+            if row["samples"] == samples_by_arm[arm]:
+                self.finished[arm] = row
         remaining = [line for line in lines if line["strategy"] in self.finished]
         if len(remaining) < len(lines):
             self.write_lines(SAMPLES, remaining)
 
     def state(self, settings: object, drawn: Mapping[str, object], map_settings: object) -> State:
-        """Whether the folder holds a whole diagnosis, a part of it or nothing, or another one.
+        """Whether the folder holds this diagnosis, a part of it or nothing (``unfinished``), or another one.
 
-        ``drawn`` has each strategy's spec and ``RolloutPolicy.described()``; without a map its settings are None.
+        Args:
+            settings: of :func:`settings_of`.
+            drawn: by arm, its spec and ``RolloutPolicy.described()``.
+            map_settings: of :func:`map_settings_of`; None without a map.
         """
         if not self.path.is_dir() or all(entry.name.startswith(".") for entry in self.path.iterdir()):
             return "unfinished"
         kept = {row["strategy"]: _drawn(row) for row in self.lines(FINISHED, "strategy", "samples", "perturbation")}
-        differ = any(kept.get(name, now) != now for name, now in drawn.items())
-        if differ or self.read(SETTINGS) != json.loads(json.dumps(settings)):
+        if any(kept.get(arm, rollouts) != rollouts for arm, rollouts in drawn.items()):
             return "other"
-        document = self.read(DIAGNOSIS) or {"strategies": []}
-        made = None if document.get("embedding_map") is None else (self.read(MAP) or {}).get("asked")
-        found = ({row["name"] for row in document["strategies"]}, made)
-        return "finished" if found == (set(drawn), json.loads(json.dumps(map_settings))) else "unfinished"
+        if self.read(SETTINGS) != _as_read(settings):
+            return "other"
 
-    def has(self, strategy: Arm, rollouts: Mapping[str, Any]) -> bool:
-        """Whether a strategy, drawn by ``RolloutPolicy.described()``, is finished here; UsageError where otherwise."""
-        row = self.finished.get(strategy.id)
-        now = (strategy.spec, dict(rollouts))
-        if row is None or _drawn(row) == now:
-            return row is not None
-        options = (f"{spec} and {policy}" if policy else str(spec) for spec, policy in (_drawn(row), now))
+        document = self.read(DIAGNOSIS) or {"strategies": []}
+        if {row["name"] for row in document["strategies"]} != set(drawn):
+            return "unfinished"
+        has_map = document.get("embedding_map") is not None
+        settings_of_its_map = (self.read(MAP) or {}).get("asked") if has_map else None
+        return "finished" if settings_of_its_map == _as_read(map_settings) else "unfinished"
+
+    def has(self, arm: Arm, rollouts: Mapping[str, Any]) -> bool:
+        """Whether an arm is finished here; UsageError where it was sampled with another spec or policy.
+
+        ``rollouts``: its ``RolloutPolicy.described()``.
+        """
+        row = self.finished.get(arm.id)
+        if row is None:
+            return False
+        now = (arm.spec, dict(rollouts))
+        before = _drawn(row)
+        if before == now:
+            return True
         raise UsageError(
-            f"--out {self.path}: {strategy.id!r} was sampled there with other options ({', now '.join(options)}). Give"
-            " a new folder."
+            f"--out {self.path}: {arm.id!r} was sampled there with other options ({_options(*before)}, now"
+            f" {_options(*now)}). Give a new folder."
         )
 
     def samples(self) -> dict[str, list[Sample]]:
-        """The samples by each finished strategy's id."""
-        samples: dict[str, list[Sample]] = {strategy: [] for strategy in self.finished}
+        """The samples by each finished arm's id."""
+        samples: dict[str, list[Sample]] = {arm: [] for arm in self.finished}
         for number, line in enumerate(self.lines(SAMPLES, "strategy", "tokens"), start=1):
             try:
                 samples[line["strategy"]].append(Sample.from_json(line))
@@ -210,16 +274,25 @@ class DiagnosisFolder(ResultFolder):
                 raise UsageError(f"{self.path / SAMPLES}: line {number} is no sample ({error}). Delete it.") from None
         return samples
 
-    def keep(self, strategy: str, samples: Sequence[Sample], facts: dict[str, Any]) -> None:
-        """Adds a finished strategy."""
+    def keep(self, arm: str, samples: Sequence[Sample], facts: dict[str, Any]) -> None:
+        """Adds a finished arm by its id."""
         self.append(SAMPLES, [sample.to_json() for sample in samples])
-        self.finished[strategy] = {"samples": len(samples), **facts}
-        self.append(FINISHED, [{"strategy": strategy, **self.finished[strategy]}])
+        self.finished[arm] = {"samples": len(samples), **facts}
+        self.append(FINISHED, [{"strategy": arm, **self.finished[arm]}])
 
 
 def _drawn(row: Mapping[str, object]) -> tuple[object, object]:
-    """How a finished strategy was sampled: its spec, and its ``RolloutPolicy.described()``."""
+    """How a finished arm was sampled: its spec, and its ``RolloutPolicy.described()``."""
     return row["perturbation"], row.get("rollouts", {})
+
+
+def _options(spec: object, rollouts: object) -> str:
+    return f"{spec} and {rollouts}" if rollouts else str(spec)
+
+
+def _as_read(settings: object) -> Any:
+    """Settings as a file gives them back: JSON has no tuples."""
+    return json.loads(json.dumps(settings))
 
 
 # --- for people -------------------------------------------------------------------------------------
@@ -228,69 +301,95 @@ def _drawn(row: Mapping[str, object]) -> tuple[object, object]:
 def side_by_side(
     problems: Sequence[Problem], groups: Mapping[str, Sequence[Sequence[Sample]]], tokenizer: TokenizerLike
 ) -> list[dict[str, Any]]:
-    """``samples`` of diagnosis.json: the first questions, and the first response under each strategy's id."""
+    """``samples`` of diagnosis.json: the first questions, and the first response under each arm's id."""
     questions = []
     for number, problem in enumerate(problems[:QUESTIONS]):
-        by_strategy = []
-        for name, its_groups in groups.items():
+        by_arm = []
+        for arm, its_groups in groups.items():
             sample = its_groups[number][0]
-            texts, perturbed = token_texts(sample.tokens, tokenizer), sample.perturbed
-            tokens: list[dict[str, Any]] = [{"text": text, "perturbed": i in perturbed} for i, text in enumerate(texts)]
-            for i in perturbed:
-                record = require(sample.record, "record")
-                row = record.positions.tolist().index(i + record.prompt_tokens)
-                tokens[i] |= fed_texts(record, row, tokenizer)
-            by_strategy.append({"strategy": name, "reward": sample.reward, "tokens": tokens})
-        question = {"problem": problem.messages[-1]["content"], "answer": problem.answer}
-        questions.append({**question, "by_strategy": by_strategy})
+            by_arm.append({"strategy": arm, "reward": sample.reward, "tokens": _token_rows(sample, tokenizer)})
+        question = problem.messages[-1]["content"]
+        questions.append({"problem": question, "answer": problem.answer, "by_strategy": by_arm})
     return questions
 
 
+def _token_rows(sample: Sample, tokenizer: TokenizerLike) -> list[dict[str, Any]]:
+    """Each token of a response: its text, whether its input was perturbed, and what was fed instead."""
+    perturbed = sample.perturbed
+    rows: list[dict[str, Any]] = []
+    for index, text in enumerate(token_texts(sample.tokens, tokenizer)):
+        rows.append({"text": text, "perturbed": index in perturbed})
+    for index in perturbed:
+        record = require(sample.record, "record")
+        record_row = record.positions.tolist().index(index + record.prompt_tokens)
+        rows[index] |= fed_texts(record, record_row, tokenizer)
+    return rows
+
+
 def table(diagnosis: dict[str, Any]) -> str:
-    """The strategies as aligned columns; an unknown number is a dash."""
-    rows = [[""], *([row["name"]] for row in diagnosis["strategies"])]
-    for _, _, heading, decimals, keys in MEASURES:
-        if heading:
-            heading, *keys = (text.format(group=diagnosis["group"]) for text in (heading, *keys))
-            numbers = (format_number(dig(row, *keys), decimals) for row in diagnosis["strategies"])
-            for row, cell in zip(rows, (heading, *numbers)):
-                row.append(cell)
-    return "\n".join(text_table(rows))
+    """The arms as aligned columns; a number that is missing is a dash."""
+    arms = diagnosis["strategies"]
+    header = [""]
+    rows = [[row["name"]] for row in arms]
+    for measure in MEASURES:
+        if measure.screen_heading is None:
+            continue
+        header.append(measure.screen_heading.format(group=diagnosis["group"]))
+        path = [key.format(group=diagnosis["group"]) for key in measure.path]
+        for cells, row in zip(rows, arms):
+            cells.append(format_number(dig(row, *path), measure.screen_digits))
+    return "\n".join(text_table([header, *rows]))
 
 
 def differences(diagnosis: dict[str, Any]) -> str:
-    """One line per strategy: its paired differences to the unperturbed one, and whether they are within noise."""
+    """One line per arm: its paired differences to the unperturbed one, and whether they are within noise."""
     lines = []
-    for strategy in diagnosis["strategies"]:
-        parts = [
-            f"{name} {found['value']:+.3f} ({found['low']:+.3f} to {found['high']:+.3f}"
-            + (", within noise)" if found["within_noise"] else ")")
-            for name, found in (strategy["difference"] or {}).items()
-        ]
-        if parts:
-            lines.append(f"{strategy['name']} against {diagnosis['baseline']}: {'; '.join(parts)}")
+    for row in diagnosis["strategies"]:
+        texts = []
+        for axis, difference in (row["difference"] or {}).items():
+            noise = ", within noise" if difference["within_noise"] else ""
+            texts.append(
+                f"{axis} {difference['value']:+.3f} ({difference['low']:+.3f} to {difference['high']:+.3f}{noise})"
+            )
+        if texts:
+            lines.append(f"{row['name']} against {diagnosis['baseline']}: {'; '.join(texts)}")
     return "\n".join(lines)
 
 
-def warnings_of(rows: Sequence[dict[str, Any]], strategies: Sequence[Arm]) -> list[str]:
-    """Reasons to doubt a strategy, from ``strategies`` of diagnosis.json."""
+def warnings_of(rows: Sequence[dict[str, Any]], arms: Sequence[Arm]) -> list[str]:
+    """Reasons to doubt an arm, from ``strategies`` of diagnosis.json."""
     warnings = []
-    for row, strategy in zip(rows, strategies):
+    for row, arm in zip(rows, arms):
         if row["single_trajectory_groups"] == 1.0:
-            why = f" ({strategy.notes[0]})" if strategy.notes else ""
-            warnings.append(f"{strategy.id}: every group is one trajectory, so there is nothing to learn from{why}")
+            why = f" ({arm.notes[0]})" if arm.notes else ""
+            warnings.append(f"{arm.id}: every group is one trajectory, so there is nothing to learn from{why}")
             continue
-        warnings += [f"{strategy.id}: {note}" for note in strategy.notes]
-        same, cut = row["same_input_groups"], row["truncated"]
-        parsed, looped = row["validity"]["parseable"], row["validity"]["repetition"]
-        alike = "wrong" if row["reward"] == 0.0 else "right" if row["pass_at_k"]["1"] == 1.0 else "rewarded alike"
-        found = {
-            f"in {same:.0%} of the groups all responses had the same inputs, so that the drawn text changes nothing"
-            " that follows; lower the rate": same > _MOSTLY,
-            f"in every group all responses are {alike}; GRPO's advantages are all zero": row["learnable_groups"] == 0.0,
-            f"{1 - parsed:.0%} of the responses have no final answer": parsed < _MOSTLY,
-            f"{looped:.0%} of the responses end in a loop": looped > _MOSTLY,
-            f"{cut:.0%} of the responses reach the length limit; raise --max-tokens": cut > _MOSTLY,
-        }
-        warnings += [f"{strategy.id}: {text}" for text, holds in found.items() if holds]
+        warnings += [f"{arm.id}: {text}" for text in (*arm.notes, *_doubts(row))]
     return warnings
+
+
+def _doubts(row: Mapping[str, Any]) -> list[str]:
+    doubts = []
+    same_inputs = row["same_input_groups"]
+    if same_inputs > _MOSTLY:
+        doubts.append(
+            f"in {same_inputs:.0%} of the groups all responses had the same inputs, so that the drawn text changes"
+            " nothing that follows; lower the rate"
+        )
+    if row["learnable_groups"] == 0.0:
+        if row["reward"] == 0.0:
+            alike = "wrong"
+        elif row["pass_at_k"]["1"] == 1.0:
+            alike = "right"
+        else:
+            alike = "rewarded alike"
+        doubts.append(f"in every group all responses are {alike}; GRPO's advantages are all zero")
+    parsed = row["validity"]["parseable"]
+    if parsed < _MOSTLY:
+        doubts.append(f"{1 - parsed:.0%} of the responses have no final answer")
+    looped = row["validity"]["repetition"]
+    if looped > _MOSTLY:
+        doubts.append(f"{looped:.0%} of the responses end in a loop")
+    if row["truncated"] > _MOSTLY:
+        doubts.append(f"{row['truncated']:.0%} of the responses reach the length limit; raise --max-tokens")
+    return doubts

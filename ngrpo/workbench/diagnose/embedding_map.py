@@ -19,7 +19,7 @@ from ngrpo.config.arms import Arm
 from ngrpo.machine.models import conversation
 from ngrpo.machine.upstream.types import LLM, TokenizerLike
 from ngrpo.workbench.diagnose.group_sampling import COPIES, LIKELIEST, PROBE, GroupSampling, attached, put
-from ngrpo.workbench.evaluate.engine import generate
+from ngrpo.workbench.evaluate.engine import Job, generate
 from perturbations import Perturbation, Step, registry, seeds, streams
 from perturbations.edit import realise
 from perturbations.embeddings import nearest_tokens
@@ -30,16 +30,21 @@ WORDS = (
     *("three", "people", "time", "small", "city", "year", "good", "world", "book", "friend"),
 )
 TOKENS = 10
-RELATED = 10  # this many nearest tokens of a token are related to it
-_FEW = 8  # a token with fewer contexts gets some more from the repeated word
+"""The number of words that a map has where none are named."""
+RELATED = 10
+"""This many nearest tokens of a token are related to it."""
+ROOM = 160
+"""The tokens of the longest prompt and response of :func:`contexts`."""
 _AROUND = 8  # neighbors of each token that span the plane with it
-_RESPONSES, _LENGTH = 8, 64
-_REPEATED, _MORE = 32, 4
-ROOM = 160  # tokens of its longest prompt and response
+_RESPONSES = 8  # to each prompt of `contexts`
+_LENGTH = 64  # of a response of sentences
+_FEW = 8  # a token with fewer contexts gets more from the repeated word: a prompt of _REPEATED, and _MORE tokens
+_REPEATED = 32
+_MORE = 4
 _DIGITS = 6
 
-Contexts = dict[int, list[tuple[Tensor, int]]]
-"""By token, steps at which it was the likeliest: z̃ (V,) and position."""
+Context = tuple[Tensor, int]
+"""A step at which a token was the likeliest: z̃ (V,) and position."""
 
 
 def choose_tokens(tokenizer: TokenizerLike, words: str | None) -> list[tuple[int, str]]:
@@ -47,7 +52,7 @@ def choose_tokens(tokenizer: TokenizerLike, words: str | None) -> list[tuple[int
 
     Raises ``UsageError`` for a word that is more than one token.
     """
-    candidates = [word.strip() for word in words.split(",")] if words else WORDS
+    candidates = [word.strip() for word in words.split(",")] if words else list(WORDS)
     tokens = []
     for word in candidates:
         encoded = [tokenizer.encode(text, add_special_tokens=False) for text in (f" {word}", word)]
@@ -62,73 +67,98 @@ def choose_tokens(tokenizer: TokenizerLike, words: str | None) -> list[tuple[int
 
 
 def make(
-    llm: LLM, strategies: Sequence[Arm], tokens: list[tuple[int, str]], seed: int, template: Mapping[str, Any]
+    llm: LLM, arms: Sequence[Arm], tokens: list[tuple[int, str]], seed: int, template: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """``embedding_map`` of diagnosis.json: all perturbing strategies; if some differ only in gates, their first.
+    """``embedding_map`` of diagnosis.json: all perturbing arms; of those that differ only in gates, the first.
 
     ``template``: arguments of the chat template.
 
-    Raises ``UsageError`` where the model never writes any of the tokens, or a strategy needs more than logits.
+    Raises ``UsageError`` where the model never writes any of the tokens, or an arm needs more than logits.
     """
-    gate = {field.name for field in dataclasses.fields(Perturbation)} - {"seed"}  # options of every perturbation
-    perturbing: dict[str, tuple[Arm, Perturbation]] = {}
-    for strategy in strategies:
-        if strategy.spec is None:
-            continue
-        options = {name: value for name, value in strategy.spec.items() if name not in gate}
-        made = perturbing.setdefault(json.dumps(options, sort_keys=True), (strategy, registry.create(**strategy.spec)))
-        if made[1].reads_hidden:
-            raise UsageError(
-                f"--embedding-map: {strategy.name} decides by the last hidden state, and the map's contexts have logits"
-                " alone. Leave it out of the perturbations, or leave the map out."
-            )
+    perturbing = _perturbing(arms)
     occurrences = contexts(llm, tokens, seed, template)
     tokens = [token for token in tokens if occurrences[token[0]]]
     if not tokens:
         raise UsageError("--embedding-map: the model wrote none of the tokens. Name others with --tokens.")
-    here, tokenizer = attached(llm), llm.get_tokenizer()
-    matrix, index = here.embeddings.matrix(), here.embeddings.index("cosine")
+    tokenizer = llm.get_tokenizer()
+    embeddings = attached(llm).embeddings
+    matrix = embeddings.matrix()
+    index = embeddings.index("cosine")
     ids = torch.tensor([token for token, _ in tokens], device=matrix.device)
     around, _ = index.query(ids, _AROUND)
-    related, _ = index.query(ids, RELATED)
+    nearest_ids, _ = index.query(ids, RELATED)
+    related = [{token, *nearest} for (token, _), nearest in zip(tokens, nearest_ids.tolist())]
     plane = Plane(matrix[torch.cat([ids, around.reshape(-1)]).unique()])
+
     perturbations = []
-    for strategy, perturbation in perturbing.values():
-        put(llm, strategy)
-        points, others = [], 0
+    for arm, perturbation in perturbing:
+        put(llm, arm)
+        points: list[dict[str, Any]] = []
+        other_tokens = 0
         for row, (token, text) in enumerate(tokens):
             vectors, nearest, drawn = _copies(llm, perturbation, token, occurrences[token], seed)
-            others += int((drawn != token).sum())
-            near = {token, *related[row].tolist()}
-            for point, other in zip(plane.coordinates(vectors), nearest.tolist()):
-                decoded = tokenizer.decode([other])
-                is_related = other in near or decoded.strip().casefold() == text.strip().casefold()
-                found = {"nearest": decoded, "related": is_related, "changed": other != token}
-                points.append({"token": row, **point, **found})
+            other_tokens += int((drawn != token).sum())
+            for point, nearest_token in zip(plane.coordinates(vectors), nearest.tolist()):
+                decoded = tokenizer.decode([nearest_token])
+                is_same_word = decoded.strip().casefold() == text.strip().casefold()
+                points.append(
+                    {
+                        "token": row,
+                        **point,
+                        "nearest": decoded,
+                        "related": nearest_token in related[row] or is_same_word,
+                        "changed": nearest_token != token,
+                    }
+                )
         perturbations.append(
             {
-                "strategy": strategy.id,
+                "strategy": arm.id,
                 "points": points,
                 "unrelated_share": sum(not point["related"] for point in points) / len(points),
                 "changed_share": sum(point["changed"] for point in points) / len(points),
-                "other_token_drawn": others / len(points),
+                "other_token_drawn": other_tokens / len(points),
             }
         )
+
+    token_rows = []
+    for (token, text), point in zip(tokens, plane.coordinates(matrix[ids])):
+        token_rows.append({"id": token, "text": text, **point, "contexts": len(occurrences[token])})
+    neighbor_rows = []
+    for row, neighbors in enumerate(around):
+        for neighbor, point in zip(neighbors.tolist(), plane.coordinates(matrix[neighbors])):
+            neighbor_rows.append({"token": row, "text": tokenizer.decode([neighbor]), **point})
     return {
         "metric": "cosine",
         "copies": COPIES,
-        "tokens": [
-            {"id": token, "text": text, **point, "contexts": len(occurrences[token])}
-            for (token, text), point in zip(tokens, plane.coordinates(matrix[ids]))
-        ],
-        "neighbors": [
-            {"token": row, "text": tokenizer.decode([neighbor]), **point}
-            for row, neighbors in enumerate(around)
-            for neighbor, point in zip(neighbors.tolist(), plane.coordinates(matrix[neighbors]))
-        ],
+        "tokens": token_rows,
+        "neighbors": neighbor_rows,
         "perturbations": perturbations,
         "explained_variance": plane.explained,
     }
+
+
+def _perturbing(arms: Sequence[Arm]) -> list[tuple[Arm, Perturbation]]:
+    """The perturbing arms; of those that differ only in gates, which a map ignores, the first.
+
+    Raises ``UsageError`` for one that decides by hidden states.
+    """
+    gate_options = {field.name for field in dataclasses.fields(Perturbation)} - {"seed"}  # those of every perturbation
+    by_options: dict[str, tuple[Arm, Perturbation]] = {}
+    for arm in arms:
+        if arm.spec is None:
+            continue
+        options = {name: value for name, value in arm.spec.items() if name not in gate_options}
+        key = json.dumps(options, sort_keys=True)
+        if key in by_options:
+            continue
+        perturbation = registry.create(**arm.spec)
+        if perturbation.reads_hidden:
+            raise UsageError(
+                f"--embedding-map: {arm.name} decides by the last hidden state, and the map's contexts have logits"
+                " alone. Leave it out of the perturbations, or leave the map out."
+            )
+        by_options[key] = (arm, perturbation)
+    return list(by_options.values())
 
 
 class Plane:
@@ -139,20 +169,24 @@ class Plane:
         wide = vectors.double().cpu()
         self._mean = wide.mean(dim=0)
         _, scales, directions = torch.linalg.svd(wide - self._mean, full_matrices=False)
-        # An eigenvector's sign is arbitrary: the largest part is made positive, so that a run repeats.
-        largest = directions[:2].gather(1, directions[:2].abs().argmax(dim=1, keepdim=True))
-        self._axes = directions[:2] * largest.sign()
+        axes = directions[:2]
+        # A singular vector's sign is arbitrary. Its largest component is made positive, so that a run repeats.
+        largest = axes.gather(1, axes.abs().argmax(dim=1, keepdim=True))
+        self._axes = axes * largest.sign()
         variance = scales.square()
         self.explained: list[float] = (variance[:2] / variance.sum()).tolist()
 
     def coordinates(self, vectors: Tensor) -> list[dict[str, float]]:
         """(N, D) to N points with ``x`` and ``y``."""
-        pairs = ((vectors.double().cpu() - self._mean) @ self._axes.T).tolist()
+        centred = vectors.double().cpu() - self._mean
+        pairs = (centred @ self._axes.T).tolist()
         return [{"x": round(x, _DIGITS), "y": round(y, _DIGITS)} for x, y in pairs]
 
 
-def contexts(llm: LLM, tokens: Sequence[tuple[int, str]], seed: int, template: Mapping[str, Any]) -> Contexts:
-    """Steps of the unperturbed model at which each token was the likeliest."""
+def contexts(
+    llm: LLM, tokens: Sequence[tuple[int, str]], seed: int, template: Mapping[str, Any]
+) -> dict[int, list[Context]]:
+    """By token, steps of the unperturbed model at which it was the likeliest."""
     from ngrpo.rollout import set_perturbation
 
     tokenizer = llm.get_tokenizer()
@@ -167,13 +201,12 @@ def contexts(llm: LLM, tokens: Sequence[tuple[int, str]], seed: int, template: M
     set_perturbation(llm, PROBE)
     LIKELIEST.update({token: [] for token, _ in tokens})
     try:
-        for texts, length in ((sentences, _LENGTH), (repeated, _MORE)):
-            prompts = [prompt for token, prompt in texts.items() if len(LIKELIEST[token]) < _FEW]
-            jobs = [
-                (prompt, seeds.trajectory_seed(seed, "map", i), member)
-                for i, prompt in enumerate(prompts)
-                for member in range(_RESPONSES)
-            ]
+        for prompt_of, length in ((sentences, _LENGTH), (repeated, _MORE)):
+            prompts = [prompt for token, prompt in prompt_of.items() if len(LIKELIEST[token]) < _FEW]
+            jobs = []
+            for number, prompt in enumerate(prompts):
+                prompt_seed = seeds.trajectory_seed(seed, "map", number)
+                jobs += [Job(prompt, prompt_seed, member) for member in range(_RESPONSES)]
             list(generate(llm, jobs, GroupSampling(max_tokens=length), perturbed=True, reproducible=True))
         return dict(LIKELIEST)
     finally:
@@ -181,11 +214,11 @@ def contexts(llm: LLM, tokens: Sequence[tuple[int, str]], seed: int, template: M
 
 
 def _copies(
-    llm: LLM, perturbation: Perturbation, token: int, steps: Sequence[tuple[Tensor, int]], seed: int
+    llm: LLM, perturbation: Perturbation, token: int, steps: Sequence[Context], seed: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Perturbed copies (COPIES, D) of a token, their nearest tokens and the tokens drawn with them (COPIES,)."""
-    here = attached(llm)
-    matrix = here.embeddings.matrix()
+    engine = attached(llm)
+    matrix = engine.embeddings.matrix()
     logits, positions = zip(*itertools.islice(itertools.cycle(steps), COPIES))
     own = torch.full((COPIES,), token, dtype=torch.int64, device=matrix.device)
     drawn_from = [seeds.trajectory_seed(perturbation.seed, seed, token, copy) for copy in range(COPIES)]
@@ -195,10 +228,10 @@ def _copies(
         temperature=torch.ones(COPIES, device=matrix.device),
         seeds=torch.tensor(drawn_from, device=matrix.device),
         positions=torch.tensor(positions, device=matrix.device),
-        embeddings=here.embeddings,
+        embeddings=engine.embeddings,
     )
     with torch.no_grad():
         proposal = perturbation.propose(step)
         keys = streams.keys(step.seeds, step.positions, streams.Stream.NOISE)
-        vectors = realise(proposal.edit, here.embeddings.lookup, keys, here.module)
+        vectors = realise(proposal.edit, engine.embeddings.lookup, keys, engine.module)
     return vectors, nearest_tokens(vectors, matrix, own), proposal.tokens

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Groups of responses under one strategy after another: one vLLM engine, the same prompts and random draws."""
+"""Groups of responses under one arm after another: one vLLM engine, the same prompts and random draws."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ngrpo.machine.upstream.types import LLM, TokenizerLike
 from ngrpo.methods.tasks import score
-from ngrpo.workbench.evaluate.engine import Generated, RolloutPolicy, Sampling, generate, noisy_engine, render
+from ngrpo.workbench.evaluate.engine import Generated, Job, RolloutPolicy, Sampling, generate, noisy_engine, render
 from ngrpo.workbench.evaluate.engine import build as build_engine
 from perturbations import Perturbation, Proposal, Step, option
 from perturbations.edit import one_hot
@@ -54,15 +54,18 @@ class GroupSampling(Sampling):
 
 @dataclass(frozen=True)
 class Sample:
-    """One response of one strategy, with the scorer's verdict.
+    """One response of one arm, with the scorer's verdict. The names of its fields are the keys of ``samples.jsonl``.
 
     Attributes:
-        strategy, problem: their ids; ``group`` is the prompt's number, ``member`` the response's in its group, from 0.
+        strategy: the arm's id.
+        problem: the problem's id.
+        group: the number of the prompt, from 0.
+        member: the number of the response in its group, from 0.
         text: without special tokens.
         tokens: all generated tokens, the end token included.
         ended: whether the last token is the end token; False where the length limit cut the response.
         nll: -log p of the tokens under the unperturbed model at temperature 1, summed, in nats.
-        record: the inputs of perturbed positions, or None for an unperturbed strategy.
+        record: the inputs of perturbed positions, or None for an unperturbed arm.
     """
 
     strategy: str
@@ -101,8 +104,8 @@ class Sample:
     def from_json(cls, line: dict[str, Any]) -> Sample:
         """The inverse of :meth:`to_json`."""
         values: dict[str, Any] = {field.name: line[field.name] for field in fields(cls)}
-        packed = values["record"]
-        values["record"] = packed and ReplayRecord.from_bytes(base64.b64decode(packed))
+        if values["record"] is not None:
+            values["record"] = ReplayRecord.from_bytes(base64.b64decode(values["record"]))
         return cls(**values)
 
 
@@ -127,7 +130,8 @@ class Probe(Perturbation):
         if LIKELIEST:
             for row, token in enumerate(step.logits.argmax(dim=-1).tolist()):
                 if token in LIKELIEST and len(LIKELIEST[token]) < COPIES:
-                    LIKELIEST[token].append((step.logits[row].float().cpu().clone(), int(step.positions[row])))
+                    logits = step.logits[row].float().cpu().clone()
+                    LIKELIEST[token].append((logits, int(step.positions[row])))
         return Proposal(one_hot(step.sampled), step.sampled)
 
 
@@ -152,26 +156,26 @@ def attached(llm: LLM) -> AttachedPerturbation:
     return llm.llm_engine.collective_rpc(attrgetter("perturbation"))[0]
 
 
-def put(llm: LLM, strategy: Arm, schedule: SamplingSchedule | None = None) -> None:
-    """Gives the engine a strategy's perturbation and sampling schedule; ``none`` runs the same code and noise."""
+def put(llm: LLM, arm: Arm, schedule: SamplingSchedule | None = None) -> None:
+    """Gives the engine an arm's perturbation and sampling schedule; ``none`` runs the same code and noise."""
     from ngrpo.rollout import set_perturbation
 
     attached(llm).schedule = schedule  # read by set_perturbation
-    set_perturbation(llm, **(strategy.spec or {"name": "none"}))
+    set_perturbation(llm, **(arm.spec or {"name": "none"}))
 
 
 # --- sampling ---------------------------------------------------------------------------------------
 
 
-def sample_strategy(
+def sample_arm(
     llm: LLM,
-    strategy: Arm,
+    arm: Arm,
     problems: Sequence[Problem],
     sampling: GroupSampling,
     model: str = "",
     policy: RolloutPolicy = RolloutPolicy(),
 ) -> tuple[list[Sample], dict[str, Any]]:
-    """Samples a group of G for each of P problems under one strategy and measures what needs the model.
+    """Samples a group of G for each of P problems under one arm and measures what needs the model.
 
     ``model`` is the engine's, and needed where the policy has noise.
 
@@ -180,16 +184,26 @@ def sample_strategy(
     """
     from ngrpo.rollout import model_runner
 
-    put(llm, strategy, policy.run.sampling_schedule)
-    tokenizer, group = llm.get_tokenizer(), sampling.group
+    put(llm, arm, policy.run.sampling_schedule)
+    tokenizer = llm.get_tokenizer()
     texts = [render(tokenizer, problem) for problem in problems]
-    prompts = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
-    jobs = [(prompt, trajectory_seed(sampling.seed, i), j) for i, prompt in enumerate(prompts) for j in range(group)]
+    jobs: list[Job] = []
+    for number, text in enumerate(texts):
+        prompt = tokenizer.encode(text, add_special_tokens=False)
+        seed = trajectory_seed(sampling.seed, number)
+        jobs += [Job(prompt, seed, member) for member in range(sampling.group)]
 
     def responses(limit: int) -> list[Generated]:
-        limited = replace(sampling, max_tokens=limit)
-        parts = generate(llm, jobs, limited, perturbed=True, reproducible=True, step=policy.step, answers=group)
-        return sorted(itertools.chain.from_iterable(parts), key=attrgetter("job"))
+        batches = generate(
+            llm,
+            jobs,
+            replace(sampling, max_tokens=limit),
+            perturbed=True,
+            reproducible=True,
+            step=policy.step,
+            responses=sampling.group,
+        )
+        return sorted(itertools.chain.from_iterable(batches), key=attrgetter("job"))
 
     with noisy_engine(llm, model, policy):
         # Fills neighbor tables and compiles the sampler for this batch, so that the speed is that of a long run.
@@ -197,17 +211,33 @@ def sample_strategy(
         began = time.perf_counter()
         outputs = responses(sampling.max_tokens)
         seconds = time.perf_counter() - began
+
     tokens = [output.tokens for output in outputs]
-    here = attached(llm)
-    fed = fed_inputs([require(output.record, "record") for output in outputs], tokens, here.embeddings, here.module)
+    records = [require(output.record, "record") for output in outputs]
+    perturbation = attached(llm)
+    fed = fed_inputs(records, tokens, perturbation.embeddings, perturbation.module)
+    losses = losses_of(llm, [job.prompt for job in jobs], tokens)
     samples = []
-    for output, loss in zip(outputs, losses_of(llm, [prompt for prompt, _, _ in jobs], tokens)):
-        prompt, member = divmod(output.job, group)
-        verdict = score(problems[prompt], output.text, prompt=texts[prompt], end=output.end(tokenizer))
-        place = (strategy.id, problems[prompt].id, prompt, member)
-        said = (output.text, output.tokens, output.finish == "stop")
-        judged = (verdict.reward, verdict.correct, verdict.extracted, verdict.parsed)
-        samples.append(Sample(*place, *said, *judged, loss, None if strategy.spec is None else output.record))
+    for output, loss in zip(outputs, losses):
+        number, member = divmod(output.job, sampling.group)
+        problem = problems[number]
+        verdict = score(problem, output.text, prompt=texts[number], end=output.end(tokenizer))
+        sample = Sample(
+            strategy=arm.id,
+            problem=problem.id,
+            group=number,
+            member=member,
+            text=output.text,
+            tokens=output.tokens,
+            ended=output.finish == "stop",
+            reward=verdict.reward,
+            correct=verdict.correct,
+            extracted=verdict.extracted,
+            parsed=verdict.parsed,
+            nll=loss,
+            record=None if arm.spec is None else output.record,
+        )
+        samples.append(sample)
     speed = sum(map(len, tokens)) / seconds
     return samples, {"tokens_per_second": speed, **fed, "model_runner": model_runner(llm)}
 
@@ -225,8 +255,10 @@ def losses_of(llm: LLM, prompts: Sequence[list[int]], responses: Sequence[list[i
     take_trajectories(llm)
     losses = []
     for prompt, text, output in zip(prompts, texts, outputs):
-        pairs = list(zip(text, require(output.prompt_logprobs, "prompt_logprobs")))[len(prompt) :]
-        losses.append(-sum(each[token].logprob for token, each in pairs if each))
+        by_position = require(output.prompt_logprobs, "prompt_logprobs")
+        pairs = list(zip(text, by_position))[len(prompt) :]
+        log_probs = [log_prob_of[token].logprob for token, log_prob_of in pairs if log_prob_of]
+        losses.append(-sum(log_probs))
     return losses
 
 
@@ -243,23 +275,27 @@ def fed_inputs(
         the fraction nearest to the token in the text, x; and ``relative_shift``, the mean of
         ‖e′ − E[x]‖ / ‖E[x]‖, which a training logs as ``shift``.
     """
-    perturbed = [(i, row) for i, record in enumerate(records) for row in range(len(record))]
-    if not perturbed:
+    inputs = [(number, row) for number, record in enumerate(records) for row in range(len(record))]
+    if not inputs:
         return dict.fromkeys(("anchor_nearest", "text_nearest", "relative_shift"))
-    spaced = np.linspace(0, len(perturbed) - 1, min(_MOST_INPUTS, len(perturbed))).astype(int)
-    chosen = [perturbed[i] for i in np.unique(spaced)]
+    spaced = np.linspace(0, len(inputs) - 1, min(_MOST_INPUTS, len(inputs))).astype(int)
+    chosen = [inputs[index] for index in np.unique(spaced)]
     matrix = embeddings.matrix()
     vectors, anchors, written = [], [], []
-    for i, pairs in itertools.groupby(chosen, key=itemgetter(0)):
-        record, rows = records[i], np.array([row for _, row in pairs])
-        vectors.append(recorded_inputs(record, record.positions[rows], matrix, module))
-        anchors += record.ids[rows, record.weights[rows].argmax(axis=1)].tolist()
-        written += [responses[i][position - record.prompt_tokens] for position in record.positions[rows]]
-    stacked = torch.cat(vectors)
-    anchor, text = torch.tensor([anchors, written], dtype=torch.int64, device=stacked.device)
-    nearest = nearest_tokens(stacked, matrix, anchor)
+    for number, pairs in itertools.groupby(chosen, key=itemgetter(0)):
+        record = records[number]
+        rows = np.array([row for _, row in pairs])
+        positions = record.positions[rows]
+        heaviest = record.weights[rows].argmax(axis=1)
+        vectors.append(recorded_inputs(record, positions, matrix, module))
+        anchors += record.ids[rows, heaviest].tolist()
+        written += [responses[number][position - record.prompt_tokens] for position in positions]
+    fed = torch.cat(vectors)
+    anchor, text = torch.tensor([anchors, written], dtype=torch.int64, device=fed.device)
+    nearest = nearest_tokens(fed, matrix, anchor)
     plain = matrix[text].double()
-    shifts = ((stacked.double() - plain).norm(dim=-1) / plain.norm(dim=-1)).nan_to_num(posinf=0.0)  # a row of zeros: 0
+    shifts = (fed.double() - plain).norm(dim=-1) / plain.norm(dim=-1)
+    shifts = shifts.nan_to_num(posinf=0.0)  # a token with an embedding of zeros has no relative shift
     return {
         "anchor_nearest": float((nearest == anchor).double().mean()),
         "text_nearest": float((nearest == text).double().mean()),

@@ -3,10 +3,7 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
-import math
-import operator
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -24,11 +21,12 @@ if TYPE_CHECKING:
 Tokens = Sequence[int]
 Group = Sequence[Sample]
 
-# A response ends in a loop where more than half of the n-grams of its last tokens are repetitions.
-LOOP_NGRAM, LOOP_TOKENS, LOOP_SHARE = 4, 128, 0.5
+# A response ends in a loop where more than half of the 4-grams of its last 128 tokens are repetitions.
+LOOP_NGRAM = 4
+LOOP_TOKENS = 128
+LOOP_SHARE = 0.5
 _BLEU_ORDER = 4
-# Rows of one batch are rounded differently.
-_WEIGHTS_APART = 1e-3
+_SAME_WEIGHT = 1e-3  # A mixture's weights depend a little on its row in the batch: kernels round rows differently.
 
 # --- measures of tokens -----------------------------------------------------------------------------
 
@@ -38,12 +36,13 @@ def ngrams(tokens: Tokens, n: int) -> list[tuple[int, ...]]:
     return [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
 
 
-def distinct_share(parts: Iterable[Collection[Any]]) -> float | None:
-    """Different elements over all elements of a group's parts, 1/G where all G agree; None where all are empty.
+def distinct_share(elements_by_response: Iterable[Collection[Any]]) -> float | None:
+    """The number of different elements in a group's responses, divided by the number of all elements.
 
-    Of bigrams it is distinct-2 (Li et al., 2016).
+    It is 1/G where all G responses have the same single element, and None where no response has any. Of bigrams it is
+    distinct-2 (Li et al., 2016).
     """
-    counts = Counter(itertools.chain.from_iterable(parts))
+    counts = Counter(itertools.chain.from_iterable(elements_by_response))
     return len(counts) / counts.total() if counts else None
 
 
@@ -56,47 +55,39 @@ def bleu(hypothesis: Tokens, references: Sequence[Tokens]) -> float:
     """
     if not hypothesis:
         return float(any(not reference for reference in references))
-    logs = []
-    for n in range(1, min(_BLEU_ORDER, len(hypothesis)) + 1):
-        counts = Counter(ngrams(hypothesis, n))
-        allowed = functools.reduce(operator.or_, (Counter(ngrams(reference, n)) for reference in references))
-        smooth = int(n > 1)
-        matches = (counts & allowed).total() + smooth
-        if not matches:
-            return 0.0
-        logs.append(math.log(matches / (counts.total() + smooth)))
-    closest = min((len(r) for r in references), key=lambda length: (abs(length - len(hypothesis)), length))
-    brevity = min(0.0, 1.0 - closest / len(hypothesis))
-    return math.exp(brevity + sum(logs) / len(logs))
+    from sacrebleu.metrics import BLEU
+
+    metric = BLEU(
+        tokenize="none",
+        smooth_method="add-k",
+        smooth_value=1,
+        max_ngram_order=min(_BLEU_ORDER, len(hypothesis)),
+        effective_order=True,
+    )
+    percent = metric.sentence_score(_as_words(hypothesis), [_as_words(reference) for reference in references]).score
+    return percent / 100
+
+
+def _as_words(tokens: Tokens) -> str:
+    """Token ids as a text, each id a word: sacrebleu reads text alone."""
+    return " ".join(map(str, tokens))
 
 
 def self_bleu(group: Sequence[Tokens]) -> float:
     """The mean BLEU of each of at least two responses against the others (Zhu et al., 2018): 1 where all are equal."""
-    return sum(bleu(each, [*group[:i], *group[i + 1 :]]) for i, each in enumerate(group)) / len(group)
+    scores = []
+    for number, response in enumerate(group):
+        other_responses = [*group[:number], *group[number + 1 :]]
+        scores.append(bleu(response, other_responses))
+    return sum(scores) / len(scores)
 
 
 def edit_distance(group: Sequence[Tokens]) -> float:
     """The mean over pairs of the Levenshtein distance over tokens, divided by the longer length; in [0, 1]."""
-    lengths = np.array([len(tokens) for tokens in group])
-    width = int(lengths.max(initial=0))
-    padded = np.full((len(group), width), -1, dtype=np.int64)
-    for row, tokens in enumerate(group):
-        padded[row, : len(tokens)] = tokens
-    left, right = np.array([*itertools.combinations(range(len(group)), 2)]).T
-    # All pairs advance together, one row of the distance table at a time. Within a row, insertions are a running
-    # minimum: D[j] - j = min over i ≤ j of (candidate[i] - i).
-    steps = np.arange(width + 1)
-    table = np.tile(steps, (len(left), 1))
-    distances = np.where(lengths[left] == 0, lengths[right], 0)
-    for i in range(int(lengths[left].max(initial=0))):
-        candidate = table + 1
-        substituted = table[:, :-1] + (padded[right] != padded[left, i : i + 1])
-        np.minimum(candidate[:, 1:], substituted, out=candidate[:, 1:])
-        table = np.minimum.accumulate(candidate - steps, axis=1) + steps
-        ends = lengths[left] == i + 1
-        distances[ends] = table[ends, lengths[right][ends]]
-    longest = np.maximum(np.maximum(lengths[left], lengths[right]), 1)
-    return float((distances / longest).mean())
+    from rapidfuzz.distance import Levenshtein
+
+    pairs = itertools.combinations(group, 2)
+    return float(np.mean([Levenshtein.normalized_distance(one, other) for one, other in pairs]))
 
 
 def loops(tokens: Tokens) -> bool:
@@ -107,8 +98,9 @@ def loops(tokens: Tokens) -> bool:
 
 def intermediate_results(text: str, question: str, final: str | None) -> set[str]:
     """The numbers of a response that are neither in the question nor in the final answer, in one form each."""
-    own, *given = (set(numbers(part, alone=True)) for part in (text, question, final or ""))
-    return own.difference(*given)
+    in_question = numbers(question, alone=True)
+    in_final_answer = numbers(final or "", alone=True)
+    return set(numbers(text, alone=True)).difference(in_question, in_final_answer)
 
 
 def fed_the_same(group: Group) -> bool:
@@ -120,23 +112,36 @@ def fed_the_same(group: Group) -> bool:
     texts_differ = False
     for other in others:
         fed = min(len(first.tokens), len(other.tokens)) - 1  # the last token is no input
-        texts_differ |= first.tokens[:fed] != other.tokens[:fed]
-        one, two = (_inputs(sample)[:fed] for sample in (first, other))
-        if one.shape != two.shape or not np.allclose(one, two, rtol=0, atol=_WEIGHTS_APART):
+        if first.tokens[:fed] != other.tokens[:fed]:
+            texts_differ = True
+        first_inputs = _inputs(first)[:fed]
+        other_inputs = _inputs(other)[:fed]
+        if first_inputs.shape != other_inputs.shape:
+            return False
+        if not np.allclose(first_inputs, other_inputs, rtol=0, atol=_SAME_WEIGHT):
             return False
     return texts_differ
 
 
 def _inputs(sample: Sample) -> np.ndarray:
-    """Each input as a row: its token and zeros; -1, the candidates and their weights; or NaN for noise."""
-    record, perturbed = sample.record, sample.perturbed
+    """Each input of a response as a row that can be compared with another response's.
+
+    A plain input is its token and zeros. A mixture is -1, the candidates and their weights. Noise, which no row can
+    hold, is -1 and NaN, which equals nothing.
+    """
+    record = sample.record
     if record is None:
         return np.array(sample.tokens, dtype=np.float64)[:, None]
-    inputs = np.zeros((len(sample.tokens), 1 + 2 * record.ids.shape[1]))
+    perturbed = sample.perturbed
+    candidates = record.ids.shape[1]
+    inputs = np.zeros((len(sample.tokens), 1 + 2 * candidates))
     inputs[:, 0] = sample.tokens
-    mixtures = np.column_stack([record.ids, record.weights])[: len(perturbed)]
     inputs[perturbed, 0] = -1
-    inputs[perturbed, 1:] = mixtures if record.sigma is None and record.vectors is None else np.nan
+    if record.sigma is None and record.vectors is None:
+        mixtures = np.column_stack([record.ids, record.weights])
+        inputs[perturbed, 1:] = mixtures[: len(perturbed)]
+    else:
+        inputs[perturbed, 1:] = np.nan
     return inputs
 
 
@@ -154,13 +159,19 @@ class PromptStatistics:
 
         self.group = len(groups[0])
         self.everyone = np.arange(len(groups))[None]  # all prompts once, as one draw (1, P)
-        self.reward = per_group(lambda g: np.mean([s.reward for s in g]))
-        self.edit_distance = per_group(lambda g: edit_distance([s.response for s in g]))
-        self.distinct = per_group(lambda g: len({s.extracted for s in g} - {None}) / len(g))
-        self.parseable = per_group(lambda g: np.mean([s.parsed for s in g]))
-        self.repetition = per_group(lambda g: np.mean([loops(s.response) for s in g]))
-        self.nll = per_group(lambda g: sum(s.nll for s in g))
-        self.tokens = per_group(lambda g: sum(len(s.tokens) for s in g))
+        self.reward = per_group(lambda group: np.mean([sample.reward for sample in group]))
+        self.edit_distance = per_group(lambda group: edit_distance([sample.response for sample in group]))
+        self.distinct = per_group(_distinct_answers)
+        self.parseable = per_group(lambda group: np.mean([sample.parsed for sample in group]))
+        self.repetition = per_group(lambda group: np.mean([loops(sample.response) for sample in group]))
+        self.nll = per_group(lambda group: sum(sample.nll for sample in group))
+        self.tokens = per_group(lambda group: sum(len(sample.tokens) for sample in group))
+
+
+def _distinct_answers(group: Group) -> float:
+    """The number of different final answers of a group, over its responses; no answer is none of them."""
+    answers = {sample.extracted for sample in group if sample.extracted is not None}
+    return len(answers) / len(group)
 
 
 def diversity(stats: PromptStatistics, draws: np.ndarray) -> np.ndarray:
@@ -180,105 +191,130 @@ def perplexity(stats: PromptStatistics, draws: np.ndarray) -> np.ndarray:
 def validity(stats: PromptStatistics, baseline: PromptStatistics | None, draws: np.ndarray) -> np.ndarray:
     """The validity axis of prompts ``draws`` (N, P): (N,) in [0, 1].
 
-    The mean of three: the fraction of responses with a final answer, the fraction that does not end in a loop, and with
-    a ``baseline`` its perplexity over this one's, at most 1.
+    The mean of three terms: the fraction of responses with a final answer, the fraction that does not end in a loop,
+    and with a ``baseline`` its perplexity over this one's, at most 1.
     """
-    parts = [stats.parseable[draws].mean(axis=1), 1.0 - stats.repetition[draws].mean(axis=1)]
+    terms = [stats.parseable[draws].mean(axis=1), 1.0 - stats.repetition[draws].mean(axis=1)]
     if baseline is not None:
-        parts.append(np.minimum(1.0, perplexity(baseline, draws) / perplexity(stats, draws)))
-    return np.mean(parts, axis=0)
+        terms.append(np.minimum(1.0, perplexity(baseline, draws) / perplexity(stats, draws)))
+    return np.mean(terms, axis=0)
 
 
 # --- rows of diagnosis.json -------------------------------------------------------------------------
 
 
 def groups_of(samples: Group) -> list[list[Sample]]:
-    """The samples of one strategy by prompt, members in order."""
-    ordered = sorted(samples, key=lambda s: (s.group, s.member))
-    return [list(group) for _, group in itertools.groupby(ordered, key=lambda s: s.group)]
+    """The samples of one arm by prompt, members in order."""
+    ordered = sorted(samples, key=lambda sample: (sample.group, sample.member))
+    return [list(group) for _, group in itertools.groupby(ordered, key=lambda sample: sample.group)]
 
 
-def strategy_rows(
-    strategies: Sequence[Arm],
+Curve = Callable[[PromptStatistics, np.ndarray], np.ndarray]
+"""A number of an arm, from its statistics and N draws of its prompts (N, P): (N,)."""
+
+
+def arm_rows(
+    arms: Sequence[Arm],
     groups: Mapping[str, Sequence[Group]],
     problems: Sequence[Problem],
     facts: Mapping[str, dict[str, Any]],
     against: str | None,
     seed: int,
 ) -> list[dict[str, Any]]:
-    """``strategies`` of diagnosis.json, in the order given.
+    """``strategies`` of diagnosis.json: one row for each arm, in the order of ``arms``.
 
     Args:
-        strategies: of which ``groups`` has P groups of G samples each.
-        facts: by strategy, the numbers of `group_sampling.sample_strategy`; an old folder has no ``relative_shift``.
-        against: the strategy that the others are compared with, or None.
+        arms: those to describe.
+        groups: by arm, P groups of G samples each.
+        problems: the P prompts.
+        facts: by arm, the numbers of `group_sampling.sample_arm`; an old folder has no ``relative_shift``.
+        against: the id of the arm that the others are compared with, or None.
         seed: of the bootstrap.
     """
-    stats = {strategy.id: PromptStatistics(groups[strategy.id]) for strategy in strategies}
-    baseline = None if against is None else stats[against]
-    # Each axis and the reward as a function of prompts drawn: for all prompts, and for bootstrap draws.
-    curves: dict[str, Callable[[PromptStatistics, np.ndarray], np.ndarray]] = {
-        "diversity": diversity,
-        "validity": lambda s, prompts: validity(s, baseline, prompts),
-        "reward": lambda s, prompts: s.reward[prompts].mean(axis=1),
-    }
+    statistics = {arm.id: PromptStatistics(groups[arm.id]) for arm in arms}
+    baseline = None if against is None else statistics[against]
     questions = [" ".join(message["content"] or "" for message in problem.messages) for problem in problems]
     rows = []
-    for strategy in strategies:
-        mine, its_groups, told = stats[strategy.id], groups[strategy.id], facts[strategy.id]
-        size, right = mine.group, [sum(s.correct for s in group) for group in its_groups]
-        ks = sorted({*(1 << i for i in range(size.bit_length())), size})  # the powers of two up to it, and itself
-        intervals: dict[str, list[float] | None] = dict.fromkeys(curves)
-        difference: dict[str, Any] = {}
-        draws = resamples(len(its_groups), seed)
-        for name, curve in curves.items() if len(its_groups) > 1 else ():
-            intervals[name] = list(bounds(curve(mine, draws)))
-            if baseline is not None and baseline is not mine:
-                value, resampled = (curve(mine, drawn) - curve(baseline, drawn) for drawn in (mine.everyone, draws))
-                low, high = bounds(resampled)
-                difference[name] = with_noise({"value": float(value[0]), "low": low, "high": high})
-        samples = [sample for group in its_groups for sample in group]
-        responses = [[sample.response for sample in group] for group in its_groups]
-        intermediate = [
-            [intermediate_results(sample.text, question, sample.extracted) for sample in group]
-            for group, question in zip(its_groups, questions)
-        ]
-        generated = sum(len(s.tokens) for s in samples)
-        records = [s.record for s in samples if s.record is not None]
-        rows.append(
-            {
-                "name": strategy.id,
-                "perturbation": strategy.spec,
-                "reward": float(mine.reward.mean()),
-                "pass_at_k": {str(k): mean_of_known(pass_at_k(size, c, k) for c in right) for k in ks},
-                "diversity": {
-                    "distinct_answers": float(mine.distinct.mean()),
-                    "distinct_intermediate": mean_of_known(map(distinct_share, intermediate)),
-                    "self_bleu": mean_of_known(map(self_bleu, responses)),
-                    "distinct_2": mean_of_known(
-                        distinct_share(ngrams(tokens, 2) for tokens in group) for group in responses
-                    ),
-                    "edit_distance": float(mine.edit_distance.mean()),
-                    "score": float(diversity(mine, mine.everyone)[0]),
-                },
-                "validity": {
-                    "parseable": float(mine.parseable.mean()),
-                    "repetition": float(mine.repetition.mean()),
-                    "perplexity": float(perplexity(mine, mine.everyone)[0]),
-                    "anchor_nearest": told["anchor_nearest"],
-                    "text_nearest": told["text_nearest"],
-                    "score": float(validity(mine, baseline, mine.everyone)[0]),
-                },
-                "learnable_groups": mean_of_known(len({s.reward for s in g}) > 1 for g in its_groups),
-                "single_trajectory_groups": mean_of_known(len({tuple(s.tokens) for s in g}) == 1 for g in its_groups),
-                "same_input_groups": mean_of_known(map(fed_the_same, its_groups)),
-                "truncated": mean_of_known(not s.ended for s in samples),
-                "relative_shift": told.get("relative_shift"),
-                "rate": sum(len(s.perturbed) for s in samples) / generated,
-                "tokens_per_second": told["tokens_per_second"],
-                "record_bytes_per_token": sum(len(r.to_bytes()) for r in records) / generated if records else None,
-                "intervals": intervals,
-                "difference": difference or None,
-            }
-        )
+    for arm in arms:
+        row = _numbers(arm, groups[arm.id], questions, statistics[arm.id], baseline, facts[arm.id])
+        rows.append({**row, **_intervals(statistics[arm.id], baseline, seed)})
     return rows
+
+
+def _numbers(
+    arm: Arm,
+    groups: Sequence[Group],
+    questions: Sequence[str],
+    stats: PromptStatistics,
+    baseline: PromptStatistics | None,
+    facts: Mapping[str, Any],
+) -> dict[str, Any]:
+    """The measures of one arm over all its prompts; see :func:`arm_rows`."""
+    size = stats.group
+    right_by_group = [sum(sample.correct for sample in group) for group in groups]
+    ks = sorted({*(1 << power for power in range(size.bit_length())), size})  # powers of two up to the size, and itself
+    samples = [sample for group in groups for sample in group]
+    generated = sum(len(sample.tokens) for sample in samples)
+    responses_by_group = [[sample.response for sample in group] for group in groups]
+    bigrams_by_group = [[ngrams(response, 2) for response in responses] for responses in responses_by_group]
+    results_by_group = []
+    for group, question in zip(groups, questions):
+        results = [intermediate_results(sample.text, question, sample.extracted) for sample in group]
+        results_by_group.append(results)
+    record_bytes = [len(sample.record.to_bytes()) for sample in samples if sample.record is not None]
+    return {
+        "name": arm.id,
+        "perturbation": arm.spec,
+        "reward": float(stats.reward.mean()),
+        "pass_at_k": {str(k): mean_of_known(pass_at_k(size, right, k) for right in right_by_group) for k in ks},
+        "diversity": {
+            "distinct_answers": float(stats.distinct.mean()),
+            "distinct_intermediate": mean_of_known(map(distinct_share, results_by_group)),
+            "self_bleu": mean_of_known(map(self_bleu, responses_by_group)),
+            "distinct_2": mean_of_known(map(distinct_share, bigrams_by_group)),
+            "edit_distance": float(stats.edit_distance.mean()),
+            "score": float(diversity(stats, stats.everyone)[0]),
+        },
+        "validity": {
+            "parseable": float(stats.parseable.mean()),
+            "repetition": float(stats.repetition.mean()),
+            "perplexity": float(perplexity(stats, stats.everyone)[0]),
+            "anchor_nearest": facts["anchor_nearest"],
+            "text_nearest": facts["text_nearest"],
+            "score": float(validity(stats, baseline, stats.everyone)[0]),
+        },
+        "learnable_groups": mean_of_known(len({sample.reward for sample in group}) > 1 for group in groups),
+        "single_trajectory_groups": mean_of_known(
+            len({tuple(sample.tokens) for sample in group}) == 1 for group in groups
+        ),
+        "same_input_groups": mean_of_known(map(fed_the_same, groups)),
+        "truncated": mean_of_known(not sample.ended for sample in samples),
+        "relative_shift": facts.get("relative_shift"),
+        "rate": sum(len(sample.perturbed) for sample in samples) / generated,
+        "tokens_per_second": facts["tokens_per_second"],
+        "record_bytes_per_token": sum(record_bytes) / generated if record_bytes else None,
+    }
+
+
+def _intervals(stats: PromptStatistics, baseline: PromptStatistics | None, seed: int) -> dict[str, Any]:
+    """An arm's ``intervals`` over prompts, and its ``difference`` to a baseline; None where nothing can be said."""
+    curves: dict[str, Curve] = {
+        "diversity": diversity,
+        "validity": lambda arm_stats, draws: validity(arm_stats, baseline, draws),
+        "reward": lambda arm_stats, draws: arm_stats.reward[draws].mean(axis=1),
+    }
+    prompts = len(stats.reward)
+    if prompts == 1:  # there is nothing to resample
+        return {"intervals": dict.fromkeys(curves), "difference": None}
+
+    draws = resamples(prompts, seed)
+    intervals = {name: list(bounds(curve(stats, draws))) for name, curve in curves.items()}
+    if baseline is None or baseline is stats:
+        return {"intervals": intervals, "difference": None}
+
+    difference = {}
+    for name, curve in curves.items():
+        value = curve(stats, stats.everyone) - curve(baseline, stats.everyone)
+        low, high = bounds(curve(stats, draws) - curve(baseline, draws))
+        difference[name] = with_noise({"value": float(value[0]), "low": low, "high": high})
+    return {"intervals": intervals, "difference": difference}

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ngrpo.config import compatibility
 from ngrpo.config.kinds import KINDS
@@ -31,12 +31,18 @@ if TYPE_CHECKING:
 
 # Requests that wait inside the engine; more than any engine runs at once, few enough to be cheap.
 _WINDOW = 2048
-# The keys of `RolloutPolicy.described`.
-DESCRIBED = ("sampling_schedule", "policy_noise", "training_step", "sigma")
+# The kinds of a `RolloutPolicy`, and the keys of its `described`.
+POLICY_KINDS = ("sampling_schedule", "policy_noise")
+DESCRIBED = (*POLICY_KINDS, "training_step", "sigma")
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
 
-# The tokens of a prompt, the seed that all its samples share, and the sample's number among them.
-Job = tuple[list[int], int, int]
+
+class Job(NamedTuple):
+    """A request for one response: the prompt's tokens, the seed that all its samples share, and the sample's number."""
+
+    prompt: list[int]
+    seed: int
+    sample: int
 
 
 @dataclass(frozen=True)
@@ -108,13 +114,15 @@ class RolloutPolicy:
         if not 0 <= step < (math.inf if steps is None else steps):
             last = "" if steps is None else f" to {steps - 1}, the last of --of-steps {steps}"
             raise UsageError(f"--at-step {step}: must be a training step, from 0{last}.")
-        schedule, noise = run.sampling_schedule, run.policy_noise
+        schedule = run.sampling_schedule
         if schedule is not None and schedule.follows_training:
             raise UsageError(
                 f"--sampling.schedule {schedule.name} follows a training's rollouts, and there is none here."
                 " Leave it out, or set a --temperature."
             )
+        noise = run.policy_noise
         if noise is not None and steps is None:
+            # A noise whose σ is the same in short and long runs does not depend on their length.
             lengths = (step + 1, 10 * (step + 1), 1000 * (step + 1))
             if len({noise.scale(step, length, None, None) for length in lengths}) > 1:
                 raise UsageError(
@@ -131,8 +139,10 @@ class RolloutPolicy:
     @property
     def scale(self) -> float:
         """σ of the weights at the step; 0 where there is no noise."""
-        noise, steps = self.run.policy_noise, self.steps or self.step + 1
-        return 0.0 if noise is None else noise.scale(self.step, steps, None, None)
+        noise = self.run.policy_noise
+        if noise is None:
+            return 0.0
+        return noise.scale(self.step, self.steps or self.step + 1, None, None)
 
     @property
     def notes(self) -> list[str]:
@@ -152,8 +162,12 @@ class RolloutPolicy:
 
     def described(self) -> dict[str, Any]:
         """For a result file: the specs, the step, and σ; empty where the model's own policy draws."""
-        sigma = {} if self.run.policy_noise is None else {"sigma": self.scale}
-        return {**self.specs, "training_step": self.step, **sigma} if self.specs else {}
+        if not self.specs:
+            return {}
+        described = {**self.specs, "training_step": self.step}
+        if self.run.policy_noise is not None:
+            described["sigma"] = self.scale
+        return described
 
 
 @contextmanager
@@ -177,7 +191,8 @@ def noisy_folder(model: str, policy: RolloutPolicy) -> Iterator[str]:
         yield model
         return
     with tempfile.TemporaryDirectory(prefix="ngrpo-noisy-") as name:
-        folder, source = Path(name), Path(model).expanduser()
+        folder = Path(name)
+        source = Path(model).expanduser()
         with noisy_model(model, policy) as loaded:
             loaded.save_pretrained(folder)
         # The tokenizer and all other files that belong to the weights.
@@ -258,7 +273,8 @@ def build(
     }
     # Without a perturbation too: token draws that depend on the request alone, whatever else is in the batch.
     config: dict[str, Any] = {"perturbation": dict(spec or {"name": "none"}), "seeded_draws": True}
-    config |= {kind: spec for kind, spec in policy.specs.items() if kind == "sampling_schedule"}
+    if "sampling_schedule" in policy.specs:
+        config["sampling_schedule"] = policy.specs["sampling_schedule"]
     with noisy_folder(model, policy) as loaded, processes.own_children():
         try:
             return vllm.LLM(loaded, additional_config=config, **settings)
@@ -297,7 +313,7 @@ def generate(
     perturbed: bool,
     reproducible: bool,
     step: int = 0,
-    answers: int = 1,
+    responses: int = 1,
 ) -> Generator[list[Generated], None, None]:
     """Responses to jobs, in the order in which they finish.
 
@@ -306,55 +322,70 @@ def generate(
         perturbed: whether the engine's perturbation acts.
         reproducible: whether the engine has this project's token draws.
         step: the training step for a sampling schedule of the engine.
-        answers: responses to each prompt, numbered from 0 on by the jobs' samples.
+        responses: their number for each prompt, numbered from 0 on by the jobs' samples.
 
     Yields:
         The jobs that finished together. An iterator closed early aborts the running requests.
     """
     from ngrpo.rollout import take_records
 
-    drawn_with = partial(parameters, sampling, perturbed, reproducible, step=step, answers=answers)
     engine = llm.llm_engine
-    live: dict[str, int] = {}
-    following = 0
+    live: dict[str, int] = {}  # the number of the job by the name of its request
+    next_job = 0
     try:
-        while live or following < len(jobs):
-            while following < len(jobs) and len(live) < _WINDOW:
-                job, name = jobs[following], f"eval-{following}"
-                engine.add_request(name, {"prompt_token_ids": job[0]}, drawn_with(job))
-                live[name] = following
-                following += 1
+        while live or next_job < len(jobs):
+            while next_job < len(jobs) and len(live) < _WINDOW:
+                job = jobs[next_job]
+                name = f"eval-{next_job}"
+                drawn_with = parameters(sampling, perturbed, reproducible, job, step=step, responses=responses)
+                engine.add_request(name, {"prompt_token_ids": job.prompt}, drawn_with)
+                live[name] = next_job
+                next_job += 1
             outputs: list[Any] = engine.step()
-            done = {output.request_id: output.outputs[0] for output in outputs if output.finished}
-            if not done:
+            finished = {output.request_id: output.outputs[0] for output in outputs if output.finished}
+            if not finished:
                 continue
-            records = take_records(llm, [*done]) if reproducible else {}
-            yield [
-                Generated(
-                    live.pop(name), answer.text, [*answer.token_ids], str(answer.finish_reason), records.get(name)
+            records = take_records(llm, list(finished)) if reproducible else {}
+            batch = []
+            for name, response in finished.items():
+                batch.append(
+                    Generated(
+                        job=live.pop(name),
+                        text=response.text,
+                        tokens=list(response.token_ids),
+                        finish=str(response.finish_reason),
+                        record=records.get(name),
+                    )
                 )
-                for name, answer in done.items()
-            ]
+            yield batch
     finally:
         if live:
             engine.abort_request(list(live))
 
 
 def parameters(
-    sampling: Sampling, perturbed: bool, reproducible: bool, job: Job, *, step: int = 0, answers: int = 1
+    sampling: Sampling, perturbed: bool, reproducible: bool, job: Job, *, step: int = 0, responses: int = 1
 ) -> SamplingParams:
     """vLLM's parameters of a job's request; arguments as in :func:`generate`."""
     import torch
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    _, seed, sample = job
     settings: dict[str, Any] = {}
     if reproducible:
-        arguments = {"enabled": perturbed, "seed": seed, "sample": sample, **({"training_step": step} if step else {})}
-        arguments |= {"answer": sample, "answers": answers} if answers > 1 else {}
+        arguments = {"enabled": perturbed, "seed": job.seed, "sample": job.sample}
+        if step:
+            arguments["training_step"] = step
+        if responses > 1:
+            arguments["answer"] = job.sample
+            arguments["answers"] = responses
         settings["extra_args"] = {"perturbation": arguments}
     elif torch.cuda.is_available():  # vLLM 0.29 on CPU fails with a seed per request once a prefill is chunked
-        settings["seed"] = trajectory_seed(seed, sample)
-    settings |= {name: getattr(sampling, name) for name in ("temperature", "top_p", "max_tokens")}
-    return SamplingParams(output_kind=RequestOutputKind.FINAL_ONLY, **settings)
+        settings["seed"] = trajectory_seed(job.seed, job.sample)
+    return SamplingParams(
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        max_tokens=sampling.max_tokens,
+        **settings,
+    )

@@ -25,7 +25,9 @@ from ngrpo.workbench.statistics import mean_at_n, pass_at_k
 from perturbations.errors import UsageError
 from perturbations.seeds import trajectory_seed
 
-PROBLEMS, SAMPLES, RESULT = "problems.jsonl", "samples.jsonl", "evaluation.json"
+PROBLEMS = "problems.jsonl"
+SAMPLES = "samples.jsonl"
+RESULT = "evaluation.json"
 DEFAULT_KS = (1, 4, 8, 16, 32)
 _REPORT_SECONDS = 10.0
 _UNSCORED = {
@@ -104,29 +106,22 @@ def evaluate(
             folder.write_lines(PROBLEMS, map(asdict, problems))
         samples = read_samples(folder, SAMPLES, "problem", "sample", "text")
         existing = {(sample["problem"], sample["sample"]) for sample in samples}
-        missing = [(p, i) for p in problems for i in range(n) if (p.id, i) not in existing]
+        missing = []
+        for problem in problems:
+            missing += [(problem, number) for number in range(n) if (problem.id, number) not in existing]
         seconds, runner = _last_run(folder)
         if missing:
-            from ngrpo.rollout import model_runner
-
-            before, total = len(samples), len(samples) + len(missing)
             if samples:
-                report(f"going on: {before} of {total} samples are in {out}")
+                report(f"going on: {len(samples)} of {len(samples) + len(missing)} samples are in {out}")
             tokenizer = live.get_tokenizer() if live else packaged.load_tokenizer(name)
-            prompts = {p.id: engines.render(tokenizer, p) for p in problems}
+            prompts = {problem.id: engines.render(tokenizer, problem) for problem in problems}
             jobs = _jobs(tokenizer, prompts, missing, sampling.seed)
             if live:
-                llm, reproducible = live, engines.prepare(live, perturbation)
+                llm = live
+                reproducible = engines.prepare(live, perturbation)
             else:
-                from transformers import AutoConfig
-
-                length = max(len(tokens) for tokens, _, _ in jobs) + sampling.max_tokens
-                limit = getattr(AutoConfig.from_pretrained(name), "max_position_embeddings", None)
-                if isinstance(limit, int) and length > limit:
-                    raise UsageError(
-                        f"--max-tokens {sampling.max_tokens}: with the longest prompt that is {length} positions, and"
-                        f" {name} has {limit}. Use at most --max-tokens {max(1, sampling.max_tokens - length + limit)}."
-                    )
+                longest_prompt = max(len(job.prompt) for job in jobs)
+                length = _checked_length(name, longest_prompt, sampling)
                 report(f"loading {name}")
                 llm = engines.build(
                     name, perturbation, length, hardware=hardware, options=engine_options, policy=policy
@@ -134,50 +129,97 @@ def evaluate(
                 reproducible = True
             if not reproducible:
                 report("warning: this engine was built without a perturbation; on CPU its samples do not repeat")
-            runner = model_runner(llm) if reproducible else None
-            began = told = time.monotonic()
-            stream = engines.generate(
+            runner = None
+            if reproducible:
+                from ngrpo.rollout import model_runner
+
+                runner = model_runner(llm)
+            began = time.monotonic()
+            batches = engines.generate(
                 llm,
                 jobs,
                 sampling,
                 perturbed=perturbation is not None,
                 reproducible=reproducible,
                 step=policy.step,
-                # A schedule may give each of them its own temperature.
-                answers=1 if policy.run.sampling_schedule is None else n,
+                # A schedule may give each of a prompt's responses its own temperature.
+                responses=1 if policy.run.sampling_schedule is None else n,
             )
-            with closing(stream):
-                for batch in stream:
-                    rows = []
-                    for answer in batch:
-                        problem, number = missing[answer.job]
-                        prompt = prompts[problem.id]
-                        end = answer.end(tokenizer)
-                        row = {
-                            "problem": problem.id,
-                            "sample": number,
-                            "prompt": prompt,
-                            "text": answer.text,
-                            "end": end,
-                            "tokens": len(answer.tokens),
-                            "finish": answer.finish,
-                            **score(problem, answer.text, prompt=prompt, end=end).columns(),
-                        }
-                        if perturbation is not None:
-                            row["perturbed"] = None if answer.record is None else len(answer.record)
-                        rows.append(row)
+            progress = _Progress(samples, len(missing), report)
+            with closing(batches):
+                for batch in batches:
+                    rows = [_scored(response, missing, prompts, tokenizer) for response in batch]
+                    if perturbation is not None:
+                        for row, response in zip(rows, batch):
+                            row["perturbed"] = None if response.record is None else len(response.record)
                     folder.append(SAMPLES, rows)
                     samples += rows
-                    now, done = time.monotonic(), len(samples)
-                    if now - told >= _REPORT_SECONDS or done == total:
-                        told = now
-                        mean = _mean(sample["reward"] for sample in samples)
-                        left = (now - began) / (done - before) * (total - done)
-                        report(f"{done} of {total} samples, mean reward {mean:.3f}, {span(left)} left")
+                    progress.tell()
             seconds = time.monotonic() - began
         result = summarise(settings, problems, samples, ks, seconds, runner)
         folder.write(RESULT, result)
     return result
+
+
+def _checked_length(model: str, longest_prompt: int, sampling: engines.Sampling) -> int:
+    """The positions that the longest prompt and its response take; UsageError where the model has fewer."""
+    from transformers import AutoConfig
+
+    length = longest_prompt + sampling.max_tokens
+    limit = getattr(AutoConfig.from_pretrained(model), "max_position_embeddings", None)
+    if isinstance(limit, int) and length > limit:
+        raise UsageError(
+            f"--max-tokens {sampling.max_tokens}: with the longest prompt that is {length} positions, and"
+            f" {model} has {limit}. Use at most --max-tokens {max(1, sampling.max_tokens - length + limit)}."
+        )
+    return length
+
+
+def _scored(
+    response: engines.Generated,
+    missing: Sequence[tuple[Problem, int]],
+    prompts: Mapping[str, str],
+    tokenizer: TokenizerLike,
+) -> dict[str, Any]:
+    """A line of ``samples.jsonl``: a response with its verdict. Its job is its place among the ``missing``."""
+    problem, number = missing[response.job]
+    prompt = prompts[problem.id]
+    end = response.end(tokenizer)
+    return {
+        "problem": problem.id,
+        "sample": number,
+        "prompt": prompt,
+        "text": response.text,
+        "end": end,
+        "tokens": len(response.tokens),
+        "finish": response.finish,
+        **score(problem, response.text, prompt=prompt, end=end).columns(),
+    }
+
+
+class _Progress:
+    """Reports every ten seconds, and at the end, how far an evaluation is."""
+
+    def __init__(self, samples: Sequence[Mapping[str, Any]], missing: int, report: Report) -> None:
+        """``samples``: the list that grows; ``missing``: how many it lacks now."""
+        self._samples = samples
+        self._before = len(samples)
+        self._total = len(samples) + missing
+        self._report = report
+        self._began = time.monotonic()
+        self._told = self._began
+
+    def tell(self) -> None:
+        """Reports if it is time to."""
+        now = time.monotonic()
+        done = len(self._samples)
+        if now - self._told < _REPORT_SECONDS and done < self._total:
+            return
+        self._told = now
+        mean = _mean(sample["reward"] for sample in self._samples)
+        seconds_per_sample = (now - self._began) / (done - self._before)
+        left = seconds_per_sample * (self._total - done)
+        self._report(f"{done} of {self._total} samples, mean reward {mean:.3f}, {span(left)} left")
 
 
 def rescore(
@@ -203,8 +245,9 @@ def rescore(
         ks = checked_ks(k, settings["n"])
         if scorer != "auto":
             check_scorer(scorer)
-            for note in alarm_notes("--scorer", scorer) if scorer.endswith(".py") else ():
-                report(f"warning: {note}")
+            if scorer.endswith(".py"):
+                for note in alarm_notes("--scorer", scorer):
+                    report(f"warning: {note}")
             problems = [replace(problem, scorer=scorer) for problem in problems]
             settings["digest"] = digest(problems)
         settings |= _scorers(problems)
@@ -238,23 +281,24 @@ def _jobs(
 
     Problems with the same prompt would get equal samples; the number of earlier ones keeps their seeds apart.
     """
-    asked = {problem.id for problem, _ in missing}
+    incomplete = {problem.id for problem, _ in missing}
     earlier: Counter[str] = Counter()
-    seeded = {}
+    prompt_and_seed = {}
     for name, prompt in prompts.items():
-        if name in asked:
+        if name in incomplete:
             tokens = tokenizer.encode(prompt, add_special_tokens=False)
             repeat = [earlier[prompt]] if earlier[prompt] else []
-            seeded[name] = tokens, trajectory_seed(run_seed, json.dumps(tokens), *repeat)
+            prompt_and_seed[name] = (tokens, trajectory_seed(run_seed, json.dumps(tokens), *repeat))
         earlier[prompt] += 1
-    return [(*seeded[problem.id], sample) for problem, sample in missing]
+    return [engines.Job(*prompt_and_seed[problem.id], sample) for problem, sample in missing]
 
 
 def read_samples(folder: ResultFolder, name: str = SAMPLES, *keys: str, mend: bool = True) -> list[dict[str, Any]]:
     """The samples in a file of a folder, each with ``keys``; of two with the same number the first counts."""
     samples: dict[tuple[str | None, object], dict[str, Any]] = {}
     for line, row in enumerate(folder.lines(name, *keys, mend=mend)):
-        number = ("sample", row["sample"]) if "sample" in row else ("line", line)  # a file of another program
+        # A file of another program may not number its samples: each of its lines is one.
+        number = ("sample", row["sample"]) if "sample" in row else ("line", line)
         samples.setdefault((row.get("problem"), number), row)
     return list(samples.values())
 
@@ -275,7 +319,8 @@ def checked_ks(ks: Sequence[int] | None, n: int) -> tuple[int, ...]:
     for k in ks or ():
         if not 1 <= k <= n:
             raise UsageError(f"k={k}: Pass@k of n={n} samples needs k in [1, {n}]. Draw more with --n.")
-    return tuple(sorted({k for k in DEFAULT_KS if k <= n} if ks is None else set(ks)))
+    chosen = {k for k in DEFAULT_KS if k <= n} if ks is None else set(ks)
+    return tuple(sorted(chosen))
 
 
 def summarise(
@@ -325,7 +370,8 @@ def readability(samples: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 def unscored(evaluation: Mapping[str, Any]) -> dict[str, float | None]:
     """The shares of responses of which a score may say little; None where an evaluation does not have one."""
-    parsed, timed_out = evaluation.get("parsed"), evaluation.get("timed_out")
+    parsed = evaluation.get("parsed")
+    timed_out = evaluation.get("timed_out")
     unreadable = None if parsed is None else max(0.0, 1.0 - parsed - (timed_out or 0.0))
     return {"cut": evaluation.get("cut"), "unreadable": unreadable, "timed_out": timed_out}
 
@@ -340,15 +386,18 @@ def unscored_warnings(name: str, shares: Mapping[str, float | None]) -> list[str
 
 
 def _mean(values: Iterable[float]) -> float:
-    known = [*values]
-    return sum(known) / len(known)
+    numbers = list(values)
+    return sum(numbers) / len(numbers)
 
 
 def table(result: Mapping[str, Any], folder: object) -> str:
     """The result for people."""
-    sampling, problems, n = result["sampling"], result["problems"], result["n"]
-    spec = result["perturbation"] or {"name": "off"}
-    drawn_with = [f"{key.replace('_', ' ')} {result[key]['name']}" for key in engines.DESCRIBED[:2] if key in result]
+    sampling = result["sampling"]
+    problems = result["problems"]
+    n = result["n"]
+    perturbation = result["perturbation"] or {"name": "off"}
+    rate = f" rate={perturbation['rate']}" if "rate" in perturbation else ""
+    drawn_with = [f"{kind.replace('_', ' ')} {result[kind]['name']}" for kind in engines.POLICY_KINDS if kind in result]
     always = sum(problem["correct"] == n for problem in problems)
     never = sum(problem["correct"] == 0 for problem in problems)
     lines = [
@@ -357,7 +406,7 @@ def table(result: Mapping[str, Any], folder: object) -> str:
         f"problems      {result['dataset']}: {len(problems)} × {n} samples, checked by {result['scorer']}",
         f"sampling      temperature {sampling['temperature']:g}, top-p {sampling['top_p']:g}, at most"
         f" {sampling['max_tokens']} tokens, seed {sampling['seed']}",
-        f"perturbation  {spec['name']}" + (f" rate={spec['rate']}" if "rate" in spec else ""),
+        f"perturbation  {perturbation['name']}{rate}",
     ]
     if drawn_with:
         sigma = f", σ {result['sigma']:g}" if "sigma" in result else ""

@@ -5,6 +5,7 @@ import json
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,22 +29,34 @@ from perturbations.errors import UsageError
 _TAUS = (0.25, 0.5, 0.75)
 
 
-class SampleFile(NamedTuple):
-    """One evaluation; by problem its rows, the number of responses and of right ones, and its content.
+class Texts(NamedTuple):
+    """The texts by which a file's problems can be paired with another's: problem to text; empty where it has none.
 
-    ``texts``: messages with the reference, the prompt with the reference, and the prompt alone, each with its number
-    among equal ones; empty where a file has none.
+    Each text comes with the number of equal ones before it in the file.
     """
+
+    messages_and_reference: dict[str, tuple[str, int]]
+    prompt_and_reference: dict[str, tuple[str, int]]
+    prompt: dict[str, tuple[str, int]]
+
+
+class SampleFile(NamedTuple):
+    """One evaluation: by problem its rows, the number of responses and of right ones, and its texts."""
 
     name: str
     rows: dict[str, list[dict[str, Any]]]
     counts: dict[str, tuple[int, int]]
-    texts: tuple[dict[str, tuple[str, int]], ...]
+    texts: Texts
 
     def unscored(self, problems: Iterable[str]) -> dict[str, float | None]:
-        """The shares of these problems' responses that a score says little of; None where the file does not tell."""
+        """The shares of these problems' responses that a score says little of; None where the file has no such key."""
         rows = [row for problem in problems for row in self.rows[problem]]
-        return unscored(readability(rows) if all(row.keys() >= {"parsed", "finish"} for row in rows) else {})
+        has_all = all(row.keys() >= {"parsed", "finish"} for row in rows)
+        return unscored(readability(rows) if has_all else {})
+
+
+Measure = Callable[[int, int, int], float]
+"""Of a problem with n responses, c of them right, where all files have m responses."""
 
 
 def lines(
@@ -60,53 +73,49 @@ def lines(
     Raises:
         UsageError: for a bad file or number, two files with one name, and files that share no problem.
     """
-    sample_files = [read(file, report) for file in files]
-    if len({one.name for one in sample_files}) < len(files):  # folders of one name; their paths may differ
-        sample_files = [f._replace(name=path) if Path(path).exists() else f for f, path in zip(sample_files, files)]
-    if len({one.name for one in sample_files}) < len(files):
-        raise UsageError(f"{' '.join(files)}: two have one name. Give each another: a=DIR b=DIR.")
-    alone = [(problem,) for problem in sample_files[0].counts]
-    how, shared = _paired(sample_files) if len(files) > 1 else ("", alone)
-    if not shared:
-        fix = "give evaluations of the same problems, with the same --instruction"
-        if bare := [file for file, one in zip(files, sample_files) if not any(one.texts)]:
-            fix = f"{' and '.join(bare)} has neither. Give an evaluation's folder, or each line a 'prompt'"
-        raise UsageError(
-            f"{' and '.join(files)} have no problem in common. Problems are paired by their text and reference, or by"
-            f" the prompts in the files: {fix}."
-        )
-    counts = [[one.counts[ids[i]] for ids in shared] for i, one in enumerate(sample_files)]
+    sample_files = _with_names(files, [read(path, report) for path in files])
+    if len(files) > 1:
+        how, problems = _paired(sample_files)
+    else:
+        how, problems = "", [(problem,) for problem in sample_files[0].counts]
+    if not problems:
+        raise _nothing_in_common(files, sample_files)
+
+    counts = []  # by file, (n, c) of each common problem
+    unscored_by_file = []
+    for number, file in enumerate(sample_files):
+        own_names = [names[number] for names in problems]
+        counts.append([file.counts[name] for name in own_names])
+        unscored_by_file.append(file.unscored(own_names))
     sizes = {n for of_file in counts for n, _ in of_file}
     fewest = min(sizes)
-    head = [f"{len(shared)} problems, {fewest if len(sizes) == 1 else f'{fewest} to {max(sizes)}'} responses to each"]
-    head += [f"paired by {how}"] if len(files) > 1 else []
-    head += [
-        f"{one.name}: {len(one.counts) - len(shared)} of its {len(one.counts)} problems are not in all files, left out"
-        for one in sample_files
-        if len(one.counts) > len(shared)
-    ]
-    heads = ["measure", "of", "value [95%]", "cut / unreadable / timed out"]
-    rows = [[*heads, "difference [95%]", "corrected p", "could be seen"]]
-    lost = [one.unscored(ids[i] for ids in shared) for i, one in enumerate(sample_files)]
     # Of each problem the responses that all files have.
     common = [min(n for n, _ in of_problem) for of_problem in zip(*counts)]
-    for measure, of_problem in measures(k, tau, fewest).items():
-        tables = [np.array([[of_problem(n, c, m)] for (n, c), m in zip(of_file, common)]) for of_file in counts]
+
+    heads = ["measure", "of", "value [95%]", "cut / unreadable / timed out"]
+    rows = [[*heads, "difference [95%]", "corrected p", "could be seen"]]
+    for name, measure in measures(k, tau, fewest).items():
+        tables = []
+        for of_file in counts:
+            values = [measure(n, c, m) for (n, c), m in zip(of_file, common)]
+            tables.append(np.array([[value] for value in values]))
         differences = [statistics.paired(table, tables[0], of_problems=True) for table in tables[1:]]
         statistics.correct(differences)
-        for one, table, of_file, difference in zip(sample_files, tables, lost, [None, *differences]):
-            row = [measure, one.name, statistics.in_words(statistics.interval(table, share=True)), shares(of_file)]
-            if difference is None:
-                rows.append([*row, "", "", ""])
-                continue
-            p, least = difference.get("p_corrected"), difference.get("detectable")
-            p_text = "–" if p is None else f"{p:.3f}" if p >= 0.001 else "<0.001"
-            mark = "" if difference["within_noise"] else " *"
-            seen = "–" if least is None else f"{least:.3f}"
-            rows.append([*row, statistics.in_words(difference, "+.3f"), p_text + mark, seen])
-    warnings = [line for one, of_file in zip(sample_files, lost) for line in unscored_warnings(one.name, of_file)]
-    notes = [
-        *(f"warning: {line}" for line in warnings),
+        for file, table, lost, difference in zip(sample_files, tables, unscored_by_file, [None, *differences]):
+            value = statistics.in_words(statistics.interval(table, share=True))
+            rows.append([name, file.name, value, shares(lost), *_difference_cells(difference)])
+
+    head = [f"{len(problems)} problems, {fewest if len(sizes) == 1 else f'{fewest} to {max(sizes)}'} responses to each"]
+    if how:
+        head.append(f"paired by {how}")
+    for file in sample_files:
+        missing = len(file.counts) - len(problems)
+        if missing:
+            head.append(f"{file.name}: {missing} of its {len(file.counts)} problems are not in all files, left out")
+    notes = []
+    for file, lost in zip(sample_files, unscored_by_file):
+        notes += [f"warning: {line}" for line in unscored_warnings(file.name, lost)]
+    notes += [
         "difference: to the first; * beyond noise, corrected p below 0.05 (over problems, Holm: the exact sign-flip"
         f" test where at most {statistics.MOST_FLIPPED} of them differ or all by the same, else a paired t test).",
         "could be seen: the smallest true difference that this many problems would show in four of five repetitions; –"
@@ -117,18 +126,60 @@ def lines(
     return [*head, "", *text_table(rows, left=2), "", *notes]
 
 
+def _with_names(paths: Sequence[str], files: Sequence[SampleFile]) -> list[SampleFile]:
+    """The files under names that differ: those of folders with one name are called by their paths."""
+    names = {file.name for file in files}
+    if len(names) < len(files):
+        files = [file._replace(name=path) if Path(path).exists() else file for file, path in zip(files, paths)]
+        names = {file.name for file in files}
+    if len(names) < len(files):
+        raise UsageError(f"{' '.join(paths)}: two have one name. Give each another: a=DIR b=DIR.")
+    return list(files)
+
+
+def _nothing_in_common(paths: Sequence[str], files: Sequence[SampleFile]) -> UsageError:
+    fix = "give evaluations of the same problems, with the same --instruction"
+    without_texts = [path for path, file in zip(paths, files) if not any(file.texts)]
+    if without_texts:
+        fix = f"{' and '.join(without_texts)} has neither. Give an evaluation's folder, or each line a 'prompt'"
+    return UsageError(
+        f"{' and '.join(paths)} have no problem in common. Problems are paired by their text and reference, or by"
+        f" the prompts in the files: {fix}."
+    )
+
+
+def _difference_cells(difference: statistics.Interval | None) -> list[str]:
+    """The difference, its corrected p-value with a star beyond noise, and what could be seen."""
+    if difference is None:
+        return ["", "", ""]
+    p = difference.get("p_corrected")
+    p_text = "–"
+    if p is not None:
+        p_text = f"{p:.3f}" if p >= 0.001 else "<0.001"
+    star = "" if difference["within_noise"] else " *"
+    detectable = difference.get("detectable")
+    seen = "–" if detectable is None else f"{detectable:.3f}"
+    return [statistics.in_words(difference, "+.3f"), p_text + star, seen]
+
+
 def _paired(files: Sequence[SampleFile]) -> tuple[str, list[tuple[str, ...]]]:
     """How problems are paired, and for each that all files have its names in them.
 
     A question with two references is two problems, so prompts alone pair only where a file has no references.
     """
-    ways = ["their text", "their prompt"]
-    if not all(one.texts[0] for one in files):
-        ways.append("their prompt")
-    for how, texts in zip(ways, zip(*(one.texts for one in files))):
-        named = [{text: problem for problem, text in of_file.items()} for of_file in texts]
-        if shared := [tuple(each[text] for each in named) for text in named[0] if all(text in each for each in named)]:
-            return how, shared
+    all_have_references = all(file.texts.messages_and_reference for file in files)
+    ways = [
+        ("their text", [file.texts.messages_and_reference for file in files]),
+        ("their prompt", [file.texts.prompt_and_reference for file in files]),
+    ]
+    if not all_have_references:
+        ways.append(("their prompt", [file.texts.prompt for file in files]))
+    for how, texts in ways:
+        problem_of = [{text: problem for problem, text in of_file.items()} for of_file in texts]
+        first, *further = problem_of
+        common = [text for text in first if all(text in of_file for of_file in further)]
+        if common:
+            return how, [tuple(of_file[text] for of_file in problem_of) for text in common]
     return "", []
 
 
@@ -154,8 +205,10 @@ def read(named_path: str, report: Report = lambda line: None) -> SampleFile:
     by_problem: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for row in rows:
         if row["correct"] not in (0, 1):
-            which = f"problem {row['problem']!r}, sample {row.get('sample')}"
-            raise UsageError(f"{file}: {which}: 'correct' is {row['correct']!r}, and must be true or false.")
+            raise UsageError(
+                f"{file}: problem {row['problem']!r}, sample {row.get('sample')}: 'correct' is {row['correct']!r}, and"
+                " must be true or false."
+            )
         by_problem[row["problem"]].append(row)
     listed = folder.lines(PROBLEMS, "id", "messages", mend=False) if file.name == SAMPLES else []
     messages = {row["id"]: json.dumps(row["messages"]) for row in listed if row["id"] in by_problem}
@@ -165,11 +218,18 @@ def read(named_path: str, report: Report = lambda line: None) -> SampleFile:
     def with_reference(texts: Mapping[str, str]) -> dict[str, str]:
         return {problem: f"{text}\n{references[problem]}" for problem, text in texts.items() if problem in references}
 
+    counts = {}
+    for problem, of_problem in by_problem.items():
+        counts[problem] = (len(of_problem), sum(int(row["correct"]) for row in of_problem))
     return SampleFile(
         name=name or (file.parent.name if file.name == SAMPLES else file.name),
         rows=by_problem,
-        counts={problem: (len(of), sum(int(row["correct"]) for row in of)) for problem, of in by_problem.items()},
-        texts=(_numbered(with_reference(messages)), _numbered(with_reference(prompts)), _numbered(prompts)),
+        counts=counts,
+        texts=Texts(
+            messages_and_reference=_numbered(with_reference(messages)),
+            prompt_and_reference=_numbered(with_reference(prompts)),
+            prompt=_numbered(prompts),
+        ),
     )
 
 
@@ -178,37 +238,53 @@ def _numbered(texts: Mapping[str, str]) -> dict[str, tuple[str, int]]:
     seen: Counter[str] = Counter()
     numbered = {}
     for problem, text in texts.items():
-        numbered[problem] = text, seen[text]
+        numbered[problem] = (text, seen[text])
         seen[text] += 1
     return numbered
 
 
-def measures(k: str | None, tau: str | None, fewest: int) -> dict[str, Callable[[int, int, int], float]]:
-    """By name, functions of a problem's responses n, of the right ones c, and of the responses m that all files have.
+def measures(k: str | None, tau: str | None, fewest: int) -> dict[str, Measure]:
+    """Mean@n, each Pass@k and each Cover@τ by name; the arguments are as in :func:`lines`.
 
     Cover@τ: whether at least the fraction τ is right (Dragoi et al. 2025, arXiv 2510.08325). It depends on n, so it is
-    :func:`cover` of m responses.
+    :func:`cover` of the m responses that all files have.
     """
+    ks: Sequence[int] = [k for k in DEFAULT_KS if 1 < k <= fewest]
+    if k is not None:
+        ks = _numbers("--k", k, int, example="1,8")
+    taus: Sequence[float] = _TAUS if fewest > 1 else ()
+    if tau is not None:
+        taus = _numbers("--tau", tau, float, example="0.25,0.5")
+    for number in ks:
+        if not 1 <= number <= fewest:
+            raise UsageError(f"--k {number}: must be in [1, {fewest}], the responses that each problem has.")
+    for fraction in taus:
+        if not 0.0 < fraction <= 1.0:
+            raise UsageError(f"--tau {fraction:g}: must be in (0, 1].")
+    measures: dict[str, Measure] = {"mean": lambda n, c, m: c / n}
+    for number in ks:
+        measures[f"Pass@{number}"] = partial(_pass_at, number)
+    for fraction in taus:
+        measures[f"Cover@{fraction:g}"] = partial(cover, tau=fraction)
+    return measures
 
-    def numbers(flag: str, text: str | None, kind: type, usual: Sequence[float]) -> Sequence[Any]:
-        try:
-            return usual if text is None else sorted({kind(part) for part in text.split(",")})
-        except ValueError:
-            example = "1,8" if kind is int else "0.25,0.5"
-            raise UsageError(f"--{flag} {text}: must be numbers with commas between, such as {example}.") from None
 
-    ks = numbers("k", k, int, [k for k in DEFAULT_KS if 1 < k <= fewest])
-    taus = numbers("tau", tau, float, _TAUS if fewest > 1 else ())
-    if bad := [k for k in ks if not 1 <= k <= fewest]:
-        raise UsageError(f"--k {bad[0]}: must be in [1, {fewest}], the responses that each problem has.")
-    if bad := [tau for tau in taus if not 0.0 < tau <= 1.0]:
-        raise UsageError(f"--tau {bad[0]:g}: must be in (0, 1].")
-    measures: dict[str, Callable[[int, int, int], float]] = {"mean": lambda n, c, m: c / n}
-    measures |= {f"Pass@{k}": lambda n, c, m, k=k: statistics.pass_at_k(n, c, k) for k in ks}
-    return measures | {f"Cover@{tau:g}": lambda n, c, m, tau=tau: cover(n, c, m, tau) for tau in taus}
+def _numbers(flag: str, text: str, kind: type, *, example: str) -> list[Any]:
+    """The numbers of a flag, sorted, each once."""
+    try:
+        return sorted({kind(part) for part in text.split(",")})
+    except ValueError:
+        raise UsageError(f"{flag} {text}: must be numbers with commas between, such as {example}.") from None
+
+
+def _pass_at(k: int, n: int, c: int, m: int) -> float:
+    return statistics.pass_at_k(n, c, k)
 
 
 def cover(n: int, c: int, m: int, tau: float) -> float:
     """The chance that of m of n responses, c of them right, at least the fraction τ is right; exact as Pass@k is."""
-    ways = (math.comb(c, right) * math.comb(n - c, m - right) for right in range(m + 1) if right / m >= tau)
-    return sum(ways) / math.comb(n, m)
+    ways = 0
+    for right in range(m + 1):
+        if right / m >= tau:
+            ways += math.comb(c, right) * math.comb(n - c, m - right)
+    return ways / math.comb(n, m)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts of every chart: a strategy's look, and axes with ticks at round numbers."""
+"""Parts of every chart: an arm's look, and axes with ticks at round numbers."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -19,12 +19,19 @@ _SHAPES = (
     "M0 3.7L3.5 -2.6H-3.5Z",
     "M-1.2 -3.4H1.2V-1.2H3.4V1.2H1.2V3.4H-1.2V1.2H-3.4V-1.2H-1.2Z",
 )
-_LEFT, _RIGHT, _TOP, _BOTTOM = 50, 14, 30, 46
+# The margins around a chart's plane.
+_LEFT = 50
+_RIGHT = 14
+_TOP = 30
+_BOTTOM = 46
 
 
 @dataclass(frozen=True)
 class Series:
-    """A strategy and its number in the list, 0 being the baseline or the first: colour is never the only difference."""
+    """An arm and its number in the list; 0 is the baseline or the first.
+
+    Two arms differ in dash, or in the marker's shape or fill, and never in colour alone.
+    """
 
     index: int
     name: str
@@ -47,17 +54,23 @@ class Series:
 
 
 def all_series(results: Mapping[str, Any]) -> dict[str, Series]:
-    """The look of each strategy of a comparison, of a diagnosis, or of both; the baseline comes first."""
-    both = [*rows(results, "strategies"), *rows(results, "diagnosis", "strategies")]
-    names = [str(row.get("id", row.get("name"))) for row in both]
+    """The look of each arm of a comparison, of a diagnosis, or of both, by its id; the baseline comes first."""
+    arms = [*rows(results, "strategies"), *rows(results, "diagnosis", "strategies")]
+    ids = [_id(row) for row in arms]
     baseline = dig(results, "baseline") or dig(results, "diagnosis", "baseline")
-    ordered = dict.fromkeys([name for name in names if name == baseline] + names)
-    return {name: Series(index, name) for index, name in enumerate(ordered)}
+    if baseline in ids:
+        ids.insert(0, baseline)
+    return {arm: Series(index, arm) for index, arm in enumerate(dict.fromkeys(ids))}
 
 
 def by_series(diagnosis: Mapping[str, Any], series: Mapping[str, Series]) -> list[tuple[Series, Mapping[str, Any]]]:
-    """The rows of a diagnosis, each with its strategy's look."""
-    return [(series[str(row.get("id", row.get("name")))], row) for row in rows(diagnosis, "strategies")]
+    """The rows of a diagnosis, each with its arm's look."""
+    return [(series[_id(row)], row) for row in rows(diagnosis, "strategies")]
+
+
+def _id(row: Mapping[str, Any]) -> str:
+    """An arm's id, which a comparison has under ``id`` and a diagnosis under ``name``."""
+    return str(row.get("id", row.get("name")))
 
 
 class Size(NamedTuple):
@@ -80,7 +93,9 @@ class Size(NamedTuple):
         return self.height - _BOTTOM, _TOP
 
 
-WIDE, SMALL, SQUARE = Size(560, 300, "wide", 7, 5), Size(360, 210, "small", 4, 4), Size(480, 380, "square", 5, 5)
+WIDE = Size(width=560, height=300, kind="wide", x_ticks=7, y_ticks=5)
+SMALL = Size(width=360, height=210, kind="small", x_ticks=4, y_ticks=4)
+SQUARE = Size(width=480, height=380, kind="square", x_ticks=5, y_ticks=5)
 
 
 @dataclass(frozen=True)
@@ -96,7 +111,8 @@ class Scale:
 
     def __call__(self, value: float) -> float:
         """The pixel of a value, to a tenth; values outside are put on the edge."""
-        share = (min(max(value, self.low), self.high) - self.low) / (self.high - self.low)
+        inside = min(max(value, self.low), self.high)
+        share = (inside - self.low) / (self.high - self.low)
         return round(self.start + share * (self.end - self.start), 1)
 
     @property
@@ -113,27 +129,54 @@ def spread(
     ``share``: values are mostly in [0, 1]; the scale then starts at 0 where that is near, and ends at 1 where no value
     is larger. ``least``: the smallest step between ticks.
     """
-    low, high = min(values), max(values)
+    low = min(values)
+    high = max(values)
     if share and 0 <= low <= 0.35 * high:
         low = 0.0
-    if high - low <= 1e-9 * max(abs(low), abs(high)):
+    if high - low <= 1e-9 * max(abs(low), abs(high)):  # equal values: make room around them
         room = abs(high) / 4 or 0.5
-        low, high = (max(low - room, 0.0) if share and low >= 0 else low - room), high + room
-    rough = (high - low) / count
-    power = 10.0 ** math.floor(math.log10(rough))
-    step = max(least, next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor >= rough * 0.999))
-    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+        begins_at_zero = share and low >= 0
+        low = max(low - room, 0.0) if begins_at_zero else low - room
+        high += room
+    step = max(least, _round_step((high - low) / count))
+    first = math.floor(low / step + 1e-9)
+    last = math.ceil(high / step - 1e-9)
     if share and max(values) <= 1 < last * step:
         last = max(first + 1, math.floor(1 / step + 1e-9))
-    ticks = [float(f"{i * step:.9g}") for i in range(first, last + 1)]
+    ticks = [float(f"{multiple * step:.9g}") for multiple in range(first, last + 1)]
+    return Scale(
+        low=ticks[0],
+        high=max(ticks[-1], *values),
+        start=edges[0],
+        end=edges[1],
+        ticks=ticks,
+        labels=_tick_labels(ticks, step, high),
+    )
+
+
+def _round_step(rough: float) -> float:
+    """The smallest of 1, 2, 2.5, 5 and 10 times a power of ten that is not below a rough step."""
+    power = 10.0 ** math.floor(math.log10(rough))
+    return next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor >= rough * 0.999)
+
+
+def _tick_labels(ticks: Sequence[float], step: float, high: float) -> list[str]:
+    """Labels with as many decimals as the step has; with an exponent where these would be many."""
     decimals = next((digits for digits in range(7) if math.isclose(round(step, digits), step)), None)
     form = ".3g" if decimals is None or high >= 1e6 else f",.{decimals}f"
-    labels = [f"{tick:{form}}".replace("-", "−") for tick in ticks]
-    return Scale(ticks[0], max(ticks[-1], *values), *edges, ticks, labels)
+    return [f"{tick:{form}}".replace("-", "−") for tick in ticks]
 
 
 def doubling(values: Sequence[int], size: Size) -> Scale:
     """The logarithmic scale across for k = 1, 2, 4, …: call it with ``math.log2(k)``; each k is a tick."""
     logs = [math.log2(value) for value in values]
     pad = 0.5 if len(logs) == 1 else 0.0
-    return Scale(logs[0] - pad, logs[-1] + pad, *size.across, logs, [str(value) for value in values])
+    start, end = size.across
+    return Scale(
+        low=logs[0] - pad,
+        high=logs[-1] + pad,
+        start=start,
+        end=end,
+        ticks=logs,
+        labels=[str(value) for value in values],
+    )

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The head of a report and its tables: what was compared, what failed, what was found, and what it cost."""
+"""The head of a report and its tables: what was compared, what failed, the finding, and the cost."""
+
+from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -13,14 +15,22 @@ from ngrpo.workbench.statistics import ENOUGH_SEEDS
 
 _MOST_NAMES = 4
 _MOST_K = 4
-_MIDDLE, _HALF = 100.0, 92.0  # of a drawing 200 wide
-# A column: its heading, and the keys of its value in a row of the summary.
-Metric = tuple[str, tuple[str, ...]]
+# The picture of a difference is 200 wide. No difference is in its middle, the largest one _HALF away from it.
+_MIDDLE = 100.0
+_HALF = 92.0
 Summary = Mapping[str, Mapping[str, Any]]
+"""The summary's rows by the id of their arm."""
+
+
+class Metric(NamedTuple):
+    """A column: its heading, and the keys of its value in a row of the summary."""
+
+    heading: str
+    keys: tuple[str, ...]
 
 
 def _named(names: Sequence[object]) -> str:
-    """A few names with commas and an "and", none in two lines where it can be avoided; of more the number."""
+    """A few names with commas and an "and", or their number; a name with blanks stays on one line."""
     if not 0 < len(names) <= _MOST_NAMES:
         return values.plural(len(names), "strategy")
     *others, last = (str(name).replace(" ", "\u00a0") for name in names)
@@ -28,124 +38,164 @@ def _named(names: Sequence[object]) -> str:
 
 
 def comparison(results: Mapping[str, Any], series: Mapping[str, Series]) -> dict[str, Any]:
-    """Title, facts, failures, what was found in one sentence, each difference to the baseline, and the table."""
-    runs, first = rows(results, "runs"), results.get("baseline")
-    others = [row.get("id") for row in rows(results, "strategies") if row.get("id") != first]
-    against = first or (len(others) > _MOST_NAMES and "each other")
-    title = _named(others) + (f" against {_named([against])}" if against else "")
+    """Title, facts, failures, the finding in one sentence, each difference to the baseline, and the table."""
+    runs = rows(results, "runs")
     seeds = list(dict.fromkeys(values.shown(run.get("seed")) for run in runs))
     states = Counter(run.get("status") for run in runs)
-    failed = []
-    for run in runs:
-        if run.get("status") == "failed":
-            lines = str(run.get("error") or "").strip().splitlines() or ["no error was recorded"]
-            # The line that names the cause: the first one of ours, the last one of a traceback.
-            ours = lines[0].startswith(("error: ", "training failed: "))
-            failed.append({**run, "error": values.shortened(lines[0 if ours else -1], 160)})
-    created = results.get("created") or ""  # 2026-11-22T05:50:00+0000
-    zone = "UTC" if created[19:] in ("+0000", "+00:00") else created[19:]
-    summary, baseline = by_strategy(results), str(results.get("baseline"))
+    counts = [f"{states[state]} {state}" for state in ("done", "failed", "pending") if states[state]]
+    summary = by_arm(results)
+    baseline = str(results.get("baseline"))
     metrics = evaluated(results, summary)
-    measure = (metrics or [("Mean@n", ("mean_at_n",))])[0]
-    changes = [dig(row, "difference", "mean_at_n") for row in summary.values()]
-    least = [value for change in changes if (value := number(change, "detectable"))]
-    reach = dict.fromkeys(format_number(end) for end in (min(least), max(least))) if least else ()
+    metric = metrics[0] if metrics else Metric("Mean@n", ("mean_at_n",))
     return {
-        "title": title if others else _named([first or "Comparison"]),
+        "title": _title(results),
         "facts": {
             "Model": results.get("model"),
             "Task": results.get("task"),
             "Machine": _machine(results),
             "Seeds": f"{len(seeds)} ({', '.join(seeds)})" if seeds else None,
-            "Runs": ", ".join(f"{states[key]} {key}" for key in ("done", "failed", "pending") if states[key]) or "none",
-            "Made": created and f"{created[:10]} {created[11:16]} {zone}",
+            "Runs": ", ".join(counts) or "none",
+            "Made": _created(results),
         },
         "runs": len(runs),
-        "failed": failed,
+        "failed": [{**run, "error": _cause(run)} for run in runs if run.get("status") == "failed"],
         "pending": states["pending"],
         "warnings": results.get("warnings"),
         "one_seed": len(seeds) == 1,
         "sentence": sentence(summary, baseline, metrics),
-        "forest": forest(series, summary, baseline, measure) if baseline in summary else [],
-        "measure": measure[0],
+        "forest": forest(series, summary, baseline, metric) if baseline in summary else [],
+        "measure": metric.heading,
         "baseline": baseline,
-        # The summary's rows with what their tables show in addition.
-        "table": {
-            "listed": [(one, summary[name]) for name, one in series.items() if name in summary],
-            "metrics": metrics,
-            "baseline": first,
-            "perturbed": [row.get("id") for row in rows(results, "strategies") if row.get("perturbation") is not None],
-            "over": [dig(row, "mean_at_n", "over") for row in summary.values()],
-            "comparisons": max((number(change, "comparisons") or 0 for change in changes), default=0),
-            "detectable": " to ".join(reach),
-            "untrained": results.get("untrained"),
-        },
+        "table": _table(results, series, summary, metrics),
+    }
+
+
+def _title(results: Mapping[str, Any]) -> str:
+    baseline = results.get("baseline")
+    others = [row.get("id") for row in rows(results, "strategies") if row.get("id") != baseline]
+    if not others:
+        return _named([baseline or "Comparison"])
+    against = baseline or (len(others) > _MOST_NAMES and "each other")
+    return f"{_named(others)} against {_named([against])}" if against else _named(others)
+
+
+def _created(results: Mapping[str, Any]) -> str:
+    """The time of the start for people, from ``2026-11-22T05:50:00+0000``; empty where it is not stated."""
+    created = results.get("created") or ""
+    if not created:
+        return ""
+    zone = created[19:]
+    return f"{created[:10]} {created[11:16]} {'UTC' if zone in ('+0000', '+00:00') else zone}"
+
+
+def _cause(run: Mapping[str, Any]) -> str:
+    """The line of a failed run's error that names the cause: the first of ours, the last of a traceback."""
+    lines = str(run.get("error") or "").strip().splitlines() or ["no error was recorded"]
+    is_ours = lines[0].startswith(("error: ", "training failed: "))
+    return values.shortened(lines[0] if is_ours else lines[-1], 160)
+
+
+def _table(
+    results: Mapping[str, Any], series: Mapping[str, Series], summary: Summary, metrics: Sequence[Metric]
+) -> dict[str, Any]:
+    """The summary's rows, with what the tables of results and of cost show in addition."""
+    changes = [dig(row, "difference", "mean_at_n") for row in summary.values()]
+    detectable = [value for change in changes if (value := number(change, "detectable"))]
+    ends = [format_number(end) for end in (min(detectable), max(detectable))] if detectable else []
+    arms = rows(results, "strategies")
+    return {
+        "listed": [(one, summary[name]) for name, one in series.items() if name in summary],
+        "metrics": metrics,
+        "baseline": results.get("baseline"),
+        "perturbed": [row.get("id") for row in arms if row.get("perturbation") is not None],
+        "over": [dig(row, "mean_at_n", "over") for row in summary.values()],
+        "comparisons": max((number(change, "comparisons") or 0 for change in changes), default=0),
+        "detectable": " to ".join(dict.fromkeys(ends)),
+        "untrained": results.get("untrained"),
     }
 
 
 def training(summary: Mapping[str, Any], series: Mapping[str, Series]) -> dict[str, Any]:
     """Title and facts of one run: machine, time, and each evaluated metric before and after."""
     facts = {"Machine": _machine(summary), "Seed": summary.get("seed"), "Took": values.duration(summary.get("seconds"))}
-    curves = {tag.rpartition("/")[2]: by_step for tag, by_step in (summary.get("evaluation") or {}).items() if by_step}
-    facts |= {name: values.first_and_last(of) for name, of in curves.items() if "_pass" in name}
-    facts["Settings"] = (
-        "; ".join(f"from step {line}" for line in stretches.described(rows(summary, "stretches"))) or None
-    )
+    for tag, by_step in (summary.get("evaluation") or {}).items():
+        metric = tag.rpartition("/")[2]
+        if by_step and "_pass" in metric:
+            facts[metric] = values.first_and_last(by_step)
+    settings = [f"from step {line}" for line in stretches.described(rows(summary, "stretches"))]
+    facts["Settings"] = "; ".join(settings) or None
     return {"title": next(iter(series)), "facts": facts}
 
 
 def diagnosis(diagnosis: Mapping[str, Any], series: Mapping[str, Series]) -> dict[str, Any]:
-    """Title, facts, warnings, and each strategy's diversity and validity: as a table, and against the unperturbed."""
-    strategies = rows(diagnosis, "strategies")
-    prompts, group = number(diagnosis.get("prompts")), number(diagnosis.get("group"))
-    named = [row for row in strategies if row.get("name") == diagnosis.get("baseline")]
-    baseline = [*named, *strategies, {}][0]
+    """Title, facts, warnings, and each arm's diversity and validity: as a table, and against the unperturbed."""
+    arms = rows(diagnosis, "strategies")
+    prompts = number(diagnosis.get("prompts"))
+    group = number(diagnosis.get("group"))
+    sampled = None if prompts is None or group is None else f"{prompts:,.0f} problems × {group:.0f} responses"
+    named = [row for row in arms if row.get("name") == diagnosis.get("baseline")]
+    baseline = [*named, *arms, {}][0]
     listed = by_series(diagnosis, series)
+    verdicts = []
+    for one, row in listed:
+        if row is not baseline:
+            diverse = _against(row, baseline, "diversity", "diverse")
+            valid = _against(row, baseline, "validity", "valid")
+            verdicts.append((one, f"{diverse}; {valid}."))
     return {
-        "title": f"Before any training: {_named([row.get('name') for row in strategies])}",
+        "title": f"Before any training: {_named([row.get('name') for row in arms])}",
         "facts": {
             "Model": diagnosis.get("model"),
             "Dataset": diagnosis.get("dataset"),
-            "Sampled": None if prompts is None or group is None else f"{prompts:,.0f} problems × {group:.0f} responses",
+            "Sampled": sampled,
             "Machine": _machine(diagnosis),
             "Took": values.duration(diagnosis.get("seconds")),
         },
         "warnings": diagnosis.get("warnings"),
         "beside": baseline.get("name"),
-        "verdicts": [
-            (one, f"{_against(row, baseline, 'diversity', 'diverse')}; {_against(row, baseline, 'validity', 'valid')}.")
-            for one, row in listed
-            if row is not baseline
-        ],
+        "verdicts": verdicts,
         "table": {"listed": listed} if listed else None,
     }
 
 
 def _against(row: Mapping[str, Any], baseline: Mapping[str, Any], axis: str, adjective: str) -> str:
     """``more diverse (0.61 against 0.35)``, or that the intervals overlap."""
-    one, other = number(row, axis, "score"), number(baseline, axis, "score")
-    if one is None or other is None:
+    score = number(row, axis, "score")
+    baseline_score = number(baseline, axis, "score")
+    if score is None or baseline_score is None:
         return f"{axis} unknown"
-    pair = f"{format_number(one)} against {format_number(other)}"
-    own, others = values.ends(dig(row, "intervals", axis)), values.ends(dig(baseline, "intervals", axis))
-    if own and others and own[0] <= others[1] and others[0] <= own[1]:
+    pair = f"{format_number(score)} against {format_number(baseline_score)}"
+    interval = values.ends(dig(row, "intervals", axis))
+    baseline_interval = values.ends(dig(baseline, "intervals", axis))
+    if interval and baseline_interval and _overlap(interval, baseline_interval):
         return f"{axis} {pair}, the intervals overlap"
-    how = "equally" if one == other else "more" if one > other else "less"
-    return f"{how} {adjective} ({pair})"
+    if score == baseline_score:
+        return f"equally {adjective} ({pair})"
+    return f"{'more' if score > baseline_score else 'less'} {adjective} ({pair})"
+
+
+def _overlap(one: tuple[float, float], other: tuple[float, float]) -> bool:
+    return one[0] <= other[1] and other[0] <= one[1]
 
 
 def _machine(source: Mapping[str, Any]) -> str | None:
-    cores = number(source, "machine", "cores")
     facts = [source.get("hardware"), dig(source, "machine", "cpu"), dig(source, "machine", "gpu")]
-    facts += [None if cores is None else f"{cores:.0f} cores"]
+    cores = number(source, "machine", "cores")
+    if cores is not None:
+        facts.append(f"{cores:.0f} cores")
     return ", ".join(str(fact) for fact in facts if fact) or None
 
 
 class Row(NamedTuple):
-    """One strategy's line of the picture of differences, which is 200 wide; 100 is no difference.
+    """One arm's line of the picture of differences, which is 200 wide; 100 is no difference.
 
-    ``hint``: the tooltip's lines; ``at``: the place of its difference, None where nothing was compared; ``ends``: its
-    interval's; between the places of ``band`` these seeds would often have missed a difference.
+    Attributes:
+        series: the arm.
+        text: its difference, or why there is none.
+        hint: the tooltip's lines.
+        at: the place of its difference; None where nothing was compared.
+        ends: the places of its interval's ends.
+        band: a difference between these places would often have been missed with as many seeds.
     """
 
     series: Series
@@ -157,89 +207,126 @@ class Row(NamedTuple):
 
 
 def forest(series: Mapping[str, Series], summary: Summary, baseline: str, metric: Metric) -> list[Row]:
-    """A line for each strategy but the baseline, the best first, those without a difference last."""
-    measure, keys = metric
-    changes = {name: dig(row, "difference", *keys) or {} for name, row in summary.items() if name != baseline}
-    found = {name: number(change.get("value")) for name, change in changes.items()}
+    """A line for each arm but the baseline, the best first, those without a difference last."""
+    changes = {arm: dig(row, "difference", *metric.keys) or {} for arm, row in summary.items() if arm != baseline}
     lengths = [number(change.get(key)) for change in changes.values() for key in ("value", "low", "high", "detectable")]
-    reach = max((abs(length) for length in lengths if length), default=1.0)
+    longest = max((abs(length) for length in lengths if length), default=1.0)
 
-    def beside(value: float) -> float:
-        return round(_MIDDLE + _HALF * value / reach, 1)
+    def place(difference: float) -> float:
+        return round(_MIDDLE + _HALF * difference / longest, 1)
+
+    def best_first(arm: str) -> tuple[bool, float]:
+        value = number(changes[arm].get("value"))
+        return value is None, -(value or 0.0)
 
     lines = []
-    for name in sorted(changes, key=lambda name: (found[name] is None, -(found[name] or 0.0))):
-        change, value, verdict = changes[name], found[name], str(summary[name].get("verdict") or values.MISSING)
+    for arm in sorted(changes, key=best_first):
+        change = changes[arm]
+        value = number(change.get("value"))
+        verdict = str(summary[arm].get("verdict") or values.MISSING)
         if value is None:
-            lines.append(Row(series[name], verdict, (name, verdict)))
+            lines.append(Row(series[arm], text=verdict, hint=(arm, verdict)))
             continue
-        low, high, least = (number(change.get(key)) for key in ("low", "high", "detectable"))
+        low = number(change.get("low"))
+        high = number(change.get("high"))
+        detectable = number(change.get("detectable"))
         text = f"{values.with_ends(value, low, high, sign=True)}, {values.noise(change) or values.MISSING}"
-        missed = f"a difference below about {format_number(least)} would often have been missed"
-        hint = [name, f"{measure} {text}", verdict, *([] if least is None else [missed])]
-        interval = None if low is None or high is None else (beside(low), beside(high))
-        band = None if least is None else (beside(-least), beside(least))
-        lines.append(Row(series[name], text, hint, beside(value), interval, band))
+        hint = [arm, f"{metric.heading} {text}", verdict]
+        if detectable is not None:
+            hint.append(f"a difference below about {format_number(detectable)} would often have been missed")
+        lines.append(
+            Row(
+                series[arm],
+                text=text,
+                hint=hint,
+                at=place(value),
+                ends=None if low is None or high is None else (place(low), place(high)),
+                band=None if detectable is None else (place(-detectable), place(detectable)),
+            )
+        )
     return lines
 
 
-def sentence(summary: Summary, baseline: str, metrics: Sequence[Metric]) -> str | None:
-    """The strategies that are better or worse than the baseline beyond noise; None where nothing was compared.
+class _Outcome(NamedTuple):
+    """The arms that differ from the baseline beyond noise in one metric."""
 
-    The first of ``metrics`` decides; a later one adds strategies that are not named yet.
+    better: list[str]
+    worse: list[str]
+
+    @classmethod
+    def of(cls, summary: Summary, arms: Sequence[str], metric: Metric) -> _Outcome:
+        outcome = cls([], [])
+        for arm in arms:
+            change = dig(summary[arm], "difference", *metric.keys)
+            if values.noise(change) == "beyond noise":
+                value = number(change, "value") or 0.0
+                if value > 0:
+                    outcome.better.append(arm)
+                elif value < 0:
+                    outcome.worse.append(arm)
+        return outcome
+
+
+def sentence(summary: Summary, baseline: str, metrics: Sequence[Metric]) -> str | None:
+    """The arms that are better or worse than the baseline beyond noise; None where nothing was compared.
+
+    The first of ``metrics`` decides; a later one adds arms that are not named yet.
     """
-    names = [name for name in summary if name != baseline]
-    if not names or not metrics or baseline not in summary:
+    arms = [arm for arm in summary if arm != baseline]
+    if not arms or not metrics or baseline not in summary:
         return None
-    measure, keys = metrics[0]
-    against = f"“{baseline}” in {measure}"
-    tested = [change for name in names if values.noise(change := dig(summary[name], "difference", *keys))]
+    first_metric, *further_metrics = metrics
+    against = f"“{baseline}” in {first_metric.heading}"
+    changes = [dig(summary[arm], "difference", *first_metric.keys) for arm in arms]
+    tested = [change for change in changes if values.noise(change)]
     if not tested:
         return f"Nothing could be compared with {against}: no evaluation has finished for both."
     if all(change.get("over") == "problems" for change in tested):
         return f"One seed each: no strategy can be called better or worse than {against}."
-    found = []
-    for _, keys in metrics:
-        changes = {name: dig(summary[name], "difference", *keys) for name in names}
-        clear = {name: number(c, "value") or 0.0 for name, c in changes.items() if values.noise(c) == "beyond noise"}
-        found.append(([name for name in clear if clear[name] > 0], [name for name in clear if clear[name] < 0]))
-    better, worse = found[0]
-    if better:
-        text = f"Better than {against} beyond noise: {', '.join(better)}"
-    elif len(names) == 1:
-        text = f"{names[0]} is not better than {against} beyond noise"
+
+    first = _Outcome.of(summary, arms, first_metric)
+    if first.better:
+        text = f"Better than {against} beyond noise: {', '.join(first.better)}"
+    elif len(arms) == 1:
+        text = f"{arms[0]} is not better than {against} beyond noise"
     else:
-        text = f"None of {len(names)} strategies is better than {against} beyond noise"
-    if worse:
-        text += f"; worse: {', '.join(worse)}"
-    for (other, _), sides in zip(metrics[1:], found[1:]):
-        for word, known, named in zip(("better", "worse"), found[0], sides):
-            new = [name for name in named if name not in known]
-            text += f"; {word} in {other}: {', '.join(new)}" if new else ""
-    missing = len(names) - len(tested)
+        text = f"None of {len(arms)} strategies is better than {against} beyond noise"
+    if first.worse:
+        text += f"; worse: {', '.join(first.worse)}"
+    for metric in further_metrics:
+        outcome = _Outcome.of(summary, arms, metric)
+        newly_better = [arm for arm in outcome.better if arm not in first.better]
+        newly_worse = [arm for arm in outcome.worse if arm not in first.worse]
+        if newly_better:
+            text += f"; better in {metric.heading}: {', '.join(newly_better)}"
+        if newly_worse:
+            text += f"; worse in {metric.heading}: {', '.join(newly_worse)}"
+    missing = len(arms) - len(tested)
     text += f" ({values.plural(missing, 'strategy')} could not be compared)." if missing else "."
-    seeds = [change.get("seeds") or ENOUGH_SEEDS for change in tested if values.noise(change) == "beyond noise"]
-    fewest = min(seeds, default=ENOUGH_SEEDS)
+    beyond_noise = [change for change in tested if values.noise(change) == "beyond noise"]
+    fewest = min((change.get("seeds") or ENOUGH_SEEDS for change in beyond_noise), default=ENOUGH_SEEDS)
     if fewest < ENOUGH_SEEDS:
         text += f" Of {values.plural(fewest, 'seed')}: too few to tell a method from luck."
     return text
 
 
-def by_strategy(results: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """The rows of the summary, by the name of a strategy of the comparison."""
+def by_arm(results: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """The rows of the summary, by the id of an arm of the comparison."""
     ids = {str(row.get("id")) for row in rows(results, "strategies")}
-    return {name: row for row in rows(results, "summary") if (name := str(row.get("strategy"))) in ids}
+    summary = {str(row.get("strategy")): row for row in rows(results, "summary")}
+    return {arm: row for arm, row in summary.items() if arm in ids}
 
 
 def evaluated(results: Mapping[str, Any], summary: Summary) -> list[Metric]:
     """The evaluation's columns. Pass@1 is Mean@n; of many k a few are enough for a table."""
-    columns: list[Metric] = []
+    metrics: list[Metric] = []
     if any(number(row, "mean_at_n", "value") is not None for row in summary.values()):
         counts = {number(run, "evaluation", "n") for run in rows(results, "runs")} - {None}
-        columns.append((f"Mean@{counts.pop():.0f}" if len(counts) == 1 else "Mean@n", ("mean_at_n",)))
+        heading = f"Mean@{counts.pop():.0f}" if len(counts) == 1 else "Mean@n"
+        metrics.append(Metric(heading, ("mean_at_n",)))
     ks = sorted({k for row in summary.values() for k in row.get("pass_at_k") or ()}, key=int)
-    if columns and "1" in ks:
+    if metrics and "1" in ks:
         ks.remove("1")
     if len(ks) > _MOST_K:
-        ks = [ks[i * (len(ks) - 1) // (_MOST_K - 1)] for i in range(_MOST_K)]
-    return columns + [(f"Pass@{k}", ("pass_at_k", k)) for k in ks]
+        ks = [ks[index * (len(ks) - 1) // (_MOST_K - 1)] for index in range(_MOST_K)]
+    return metrics + [Metric(f"Pass@{k}", ("pass_at_k", k)) for k in ks]

@@ -3,10 +3,10 @@
 
 import dataclasses
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ngrpo.config import parse, rules, stretches
 from ngrpo.config.flag_checks import LOAD
@@ -30,23 +30,34 @@ ALL_FILTERED = (
 _LOGS = "event_files.json"
 _PREFIX = "train/"
 _PERTURBATION = "perturbation/"
-_PARTS = ("advantage/", "credit/", "importance/", "policy_noise/", "sampling/", "second_round/", "task/")
-# The first is OpenRLHF's mean over groups: 0 where none has anything to learn.
-_AS_LOGGED = ("group_reward_std", "trained_groups", "trained_responses", "optimizer_steps", "cut_prompts", "cut_turns")
-_ROWS = 14
+# Groups of metrics whose slash becomes an underscore in summary.json: `advantage/mean` is `advantage_mean`.
+_GROUPED = ("advantage/", "credit/", "importance/", "policy_noise/", "sampling/", "second_round/", "task/")
+_TRAINED = ("trained_groups", "trained_responses", "optimizer_steps")
+# group_reward_std is OpenRLHF's mean over groups: 0 where none has anything to learn.
+_AS_LOGGED = ("group_reward_std", *_TRAINED, "cut_prompts", "cut_turns")
+_MOST_ROWS = 14
 
-# Heading, key in a step, format.
+
+class Column(NamedTuple):
+    """A column of the table on the screen: heading, key in a step, and format."""
+
+    heading: str
+    key: str
+    form: str
+
+
+_STEP = Column("step", "step", ".0f")
 _COLUMNS = (
-    ("reward", "reward", ".3f"),
-    ("rate", "rate", ".3f"),
-    ("anchor≠sampled", "anchor_differs", ".3f"),
-    ("shift", "shift", ".3f"),
-    ("gap perturbed", "gap_perturbed_mean", ".1e"),
-    ("max", "gap_perturbed_max", ".1e"),
-    ("gap plain", "gap_plain_mean", ".1e"),
-    ("max", "gap_plain_max", ".1e"),
-    ("tokens/s", "tokens_per_second", ".0f"),
-    ("s/step", "step_seconds", ".1f"),
+    Column("reward", "reward", ".3f"),
+    Column("rate", "rate", ".3f"),
+    Column("anchor≠sampled", "anchor_differs", ".3f"),
+    Column("shift", "shift", ".3f"),
+    Column("gap perturbed", "gap_perturbed_mean", ".1e"),
+    Column("max", "gap_perturbed_max", ".1e"),
+    Column("gap plain", "gap_plain_mean", ".1e"),
+    Column("max", "gap_plain_max", ".1e"),
+    Column("tokens/s", "tokens_per_second", ".0f"),
+    Column("s/step", "step_seconds", ".1f"),
 )
 
 
@@ -57,11 +68,12 @@ def note_logs(folder: Path, run: RunConfig) -> None:
     that write them, of their file server and of this machine differ.
     """
     flags = Flags(run.openrlhf)
-    there = event_files(log_folder(folder, flags))
-    noted = {"left_out": there, "in_order": []}
+    present = event_files(log_folder(folder, flags))
     if flags.has(LOAD):
         earlier = _noted(folder)
-        noted = {"left_out": earlier["left_out"], "in_order": _in_order(there, earlier)}
+        noted = {"left_out": earlier["left_out"], "in_order": _in_order(present, earlier)}
+    else:
+        noted = {"left_out": present, "in_order": []}
     write_json(folder / _LOGS, noted)
 
 
@@ -70,10 +82,11 @@ def _noted(folder: Path) -> dict[str, list[str]]:
     return read_json(folder / _LOGS) or {"left_out": [], "in_order": []}
 
 
-def _in_order(there: list[str], noted: Mapping[str, list[str]]) -> list[str]:
-    """The logs of a run: of its earlier starts in their order, then what has appeared since."""
-    older = [name for name in noted["in_order"] if name in there]
-    return [*older, *(name for name in there if name not in older and name not in noted["left_out"])]
+def _in_order(present: list[str], noted: Mapping[str, list[str]]) -> list[str]:
+    """The logs of a run: those of its earlier starts in their order, then those that have appeared since."""
+    earlier = [name for name in noted["in_order"] if name in present]
+    new = [name for name in present if name not in earlier and name not in noted["left_out"]]
+    return earlier + new
 
 
 def finish(folder: Path, run: RunConfig, *, began: float, ended: float | None = None, stopped: bool = False) -> str:
@@ -88,12 +101,13 @@ def finish(folder: Path, run: RunConfig, *, began: float, ended: float | None = 
     Returns:
         The table for the screen; empty where nothing was written.
     """
+    ended = time.time() if ended is None else ended
     flags = Flags(run.openrlhf)
     log = log_folder(folder, flags)
     scalars = read_scalars(log, _in_order(event_files(log), _noted(folder)))
     if stopped and not steps(scalars):
         return ""
-    place = folder / "summary.json"
+    file = folder / "summary.json"
     summary: dict[str, Any] = {
         "format": 1,
         **run.methods,
@@ -103,7 +117,7 @@ def finish(folder: Path, run: RunConfig, *, began: float, ended: float | None = 
         "replay_routing": run.replay_routing,
         "steps": steps(scalars),
         "evaluation": {tag: values for tag, values in scalars.items() if tag.startswith("eval/")},
-        "seconds": round((time.time() if ended is None else ended) - began, 1),
+        "seconds": round(ended - began, 1),
         "seed": int(flags.or_default("--train.seed")),
         "hardware": run.hardware,
         "machine": machine(),
@@ -111,14 +125,14 @@ def finish(folder: Path, run: RunConfig, *, began: float, ended: float | None = 
         "places": {
             "checkpoint": flags.value("--ckpt.output_dir"),
             "tensorboard": str(log),
-            "summary": str(place),
+            "summary": str(file),
             "report": str(folder / "report.html"),
         },
         "openrlhf_args": list(run.openrlhf),
         "groups": kept_groups.read(folder) if run.report_groups else [],
         "scalars": scalars,
     }
-    write_json(place, summary)
+    write_json(file, summary)
     return table(summary)
 
 
@@ -134,11 +148,13 @@ def write_again(folder: Path) -> None:
         UsageError: for a folder in which a command is at work, and for a run without a step.
     """
     with ResultFolder.opened(folder):
-        asked = parse.run_config(parse.with_files([parse.CONFIG_FILE, str(folder / FILE), "--run-dir", str(folder)]))
-        flags = rules.completed(asked)
-        run = replace(asked, openrlhf=tuple(flags.argv), hardware=asked.profile.name)
+        words = parse.with_files([parse.CONFIG_FILE, str(folder / FILE), "--run-dir", str(folder)])
+        from_file = parse.run_config(words)
+        flags = rules.completed(from_file)
+        run = replace(from_file, openrlhf=tuple(flags.argv), hardware=from_file.profile.name)
         began = (folder / FILE).stat().st_mtime  # a start writes the file
-        ended = max((file.stat().st_mtime for file in log_folder(folder, flags).rglob("events*")), default=began)
+        logs = log_folder(folder, flags).rglob("events*")
+        ended = max((log.stat().st_mtime for log in logs), default=began)
         if not finish(folder, run, began=began, ended=ended, stopped=True):
             raise UsageError(f"{folder}: its run logged no training step, so that there is nothing to report.")
 
@@ -152,36 +168,37 @@ def steps(scalars: Series) -> list[dict[str, float]]:
     train = {tag.removeprefix(_PREFIX): values for tag, values in scalars.items() if tag.startswith(_PREFIX)}
     rows = []
     for step, reward in train.get("rollout/reward_mean", {}).items():
-        at = {tag: values[step] for tag, values in train.items() if step in values}
+        logged = {tag: values[step] for tag, values in train.items() if step in values}
         row: dict[str, float] = {"step": step, "reward": reward}
-        for tag, value in at.items():
-            if tag.startswith(_PARTS):
+        for tag, value in logged.items():
+            if tag.startswith(_GROUPED):
                 row[tag.replace("/", "_")] = value
-            elif tag.startswith(_PERTURBATION) or tag in _AS_LOGGED:
+            elif tag.startswith(_PERTURBATION):
                 row[tag.removeprefix(_PERTURBATION)] = value
+            elif tag in _AS_LOGGED:
+                row[tag] = value
         if "anchor_agreement" in row:
             row["anchor_differs"] = 1.0 - row["anchor_agreement"]
-        seconds = at.get("timing/generation", 0.0)
-        if seconds > 0.0 and "rollout/response_length_mean" in at and "rollout/num_samples" in at:
-            row["tokens_per_second"] = at["rollout/response_length_mean"] * at["rollout/num_samples"] / seconds
-        if "timing/step_total" in at:
-            row["step_seconds"] = at["timing/step_total"]
+        seconds = logged.get("timing/generation", 0.0)
+        length = logged.get("rollout/response_length_mean")
+        responses = logged.get("rollout/num_samples")
+        if seconds > 0.0 and length is not None and responses is not None:
+            row["tokens_per_second"] = length * responses / seconds
+        if "timing/step_total" in logged:
+            row["step_seconds"] = logged["timing/step_total"]
         rows.append(row)
     return rows
 
 
 def table(summary: Mapping[str, Any]) -> str:
     """The summary for the screen: one line per step (thinned where there are many), then where everything is."""
-    rows, places = summary["steps"], summary["places"]
+    rows = summary["steps"]
     lines = ["", f"perturbation  {_describe(summary['perturbation'])}"]
-    for part in (kind.name for kind in run_level_kinds()):
-        if summary.get(part):
-            lines.append(f"{part:<13} {_words(summary[part])}")
+    for kind in run_level_kinds():
+        if summary.get(kind.name):
+            lines.append(f"{kind.name:<13} {_words(summary[kind.name])}")
     if rows:
-        thinned = [row for i, row in enumerate(rows) if i % -(-len(rows) // _ROWS) == 0 or i == len(rows) - 1]
-        columns = [("step", "step", ".0f"), *(each for each in _COLUMNS if any(each[1] in row for row in thinned))]
-        cells = [[f"{row[key]:{form}}" if key in row else "-" for _, key, form in columns] for row in thinned]
-        lines += ["", *text_table([[heading for heading, _, _ in columns], *cells], left=0)]
+        lines += ["", *_step_table(rows)]
         lines += ["", *_figures(rows, summary["evaluation"])]
     else:
         filters = Flags(summary["openrlhf_args"]).has("--algo.dynamic_filtering_enable")
@@ -189,8 +206,21 @@ def table(summary: Mapping[str, Any]) -> str:
     lines += [f"settings      from step {line}" for line in stretches.described(summary["stretches"])]
     lines.append(f"run           {summary['seconds']:.0f} s on {summary['hardware']}, seed {summary['seed']}")
     for name in ("checkpoint", "TensorBoard", "summary", "report"):
-        lines.append(f"{name:<13} {places[name.lower()]}")
+        lines.append(f"{name:<13} {summary['places'][name.lower()]}")
     return "\n".join(lines)
+
+
+def _step_table(rows: Sequence[Mapping[str, float]]) -> list[str]:
+    """The steps as aligned columns: evenly spread where there are many, always with the last one."""
+    stride = -(-len(rows) // _MOST_ROWS)
+    shown = list(rows[::stride])
+    if shown[-1] is not rows[-1]:
+        shown.append(rows[-1])
+    columns = [_STEP, *(column for column in _COLUMNS if any(column.key in row for row in shown))]
+    cells = [[column.heading for column in columns]]
+    for row in shown:
+        cells.append([f"{row[column.key]:{column.form}}" if column.key in row else "-" for column in columns])
+    return text_table(cells, left=0)
 
 
 def _describe(spec: Mapping[str, Any] | None) -> str:
@@ -198,28 +228,41 @@ def _describe(spec: Mapping[str, Any] | None) -> str:
     if spec is None:
         return "none (stock vLLM rollouts)"
     cls = registry.get(spec["name"], spec.get("source"))
-    unsaid = {field.name: field.default for field in dataclasses.fields(cls)}
-    unsaid |= {key: spec.get(key) for key in ("name", "source", "gate.source")}
-    options = {key: value for key, value in spec.items() if key == "rate" or unsaid.get(key) != value}
+    at_default = {field.name: field.default for field in dataclasses.fields(cls)}
+    at_default |= {key: spec.get(key) for key in ("name", "source", "gate.source")}
+    options = {key: value for key, value in spec.items() if key == "rate" or at_default.get(key) != value}
     return _words({"name": spec["name"], **options})
 
 
 def _words(spec: Mapping[str, Any]) -> str:
-    return " ".join([str(spec["name"]), *(f"{key}={value}" for key, value in spec.items() if key != "name")])
+    options = [f"{key}={value}" for key, value in spec.items() if key != "name"]
+    return " ".join([str(spec["name"]), *options])
 
 
 def _figures(rows: list[dict[str, float]], evaluation: Series) -> list[str]:
     lines = [f"reward        {rows[0]['reward']:.3f} → {rows[-1]['reward']:.3f}"]
-    if tags := sorted(tag for tag in evaluation if tag.endswith("_pass1")):  # step 0 is before the training
-        lines.append(f"evaluation    {first_and_last(evaluation[tags[0]])}, {tags[0].rpartition('/')[2]}")
+    pass_1 = sorted(tag for tag in evaluation if tag.endswith("_pass1"))  # step 0 is before the training
+    if pass_1:
+        lines.append(f"evaluation    {first_and_last(evaluation[pass_1[0]])}, {pass_1[0].rpartition('/')[2]}")
     if any("trained_groups" in row for row in rows):
-        groups, responses, updates = (sum(row.get(key, 0.0) for row in rows) for key in _AS_LOGGED[1:4])
+        groups, responses, updates = (_total(rows, key) for key in _TRAINED)
         lines.append(f"trained       {groups:g} groups, {responses:g} responses, {updates:g} optimizer steps")
-    for what, how in (("prompts", "lost their first tokens"), ("turns", "conversations ended early")):
-        if cut := sum(row.get(f"cut_{what}", 0.0) for row in rows):
-            lines.append(f"cut {what:<9} {cut:g} {how}: --data.max_len is too small for them")
-    if gaps := [row[key] for row in rows for key in ("gap_perturbed_max", "gap_plain_max") if key in row]:
-        lines.append(f"replay        largest difference of rollout and trainer: {max(gaps):.1e} in log π of a token")
-    if sizes := [row["record_bytes_per_token"] for row in rows if "record_bytes_per_token" in row]:
+    cut_prompts = _total(rows, "cut_prompts")
+    if cut_prompts:
+        lines.append(f"cut prompts   {cut_prompts:g} lost their first tokens: --data.max_len is too small for them")
+    cut_turns = _total(rows, "cut_turns")
+    if cut_turns:
+        lines.append(f"cut turns     {cut_turns:g} conversations ended early: --data.max_len is too small for them")
+    mismatches = [row[key] for row in rows for key in ("gap_perturbed_max", "gap_plain_max") if key in row]
+    if mismatches:
+        lines.append(
+            f"replay        largest difference of rollout and trainer: {max(mismatches):.1e} in log π of a token"
+        )
+    sizes = [row["record_bytes_per_token"] for row in rows if "record_bytes_per_token" in row]
+    if sizes:
         lines.append(f"records       {sum(sizes) / len(sizes):.2f} bytes per generated token")
     return lines
+
+
+def _total(rows: Sequence[Mapping[str, float]], key: str) -> float:
+    return sum(row.get(key, 0.0) for row in rows)

@@ -10,7 +10,8 @@ from jinja2 import Undefined
 from ngrpo.machine.console import span
 
 MISSING = "–"
-_LARGEST = 1e100  # Beyond it differences overflow; nothing measured is that large.
+_LARGEST = 1e100  # beyond it differences overflow; nothing measured is that large
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 # Control characters as symbols; those without a symbol, and what UTF-8 cannot hold, as U+FFFD.
 _VISIBLE = {code: 0x2400 + code for code in range(32) if code not in (9, 10)} | {0x7F: 0x2421}
 _VISIBLE |= dict.fromkeys([*range(0x80, 0xA0), *range(0xD800, 0xE000)], 0xFFFD)
@@ -40,7 +41,9 @@ def number(data: object, *keys: str) -> float | None:
 
 def ends(interval: Any) -> tuple[float, float] | None:
     """Both ends of an interval, None where one is missing."""
-    low, high = (number(end) for end in interval or (None, None))
+    if not interval:
+        return None
+    low, high = (number(end) for end in interval)
     return None if low is None or high is None else (low, high)
 
 
@@ -49,15 +52,18 @@ def format_number(value: object, digits: int = 3, *, sign: bool = False) -> str:
     amount = number(value)
     if amount is None:
         return MISSING
-    extreme = amount and (abs(amount) >= 1e9 or (digits > 3 and abs(amount) < 0.1**digits * 5))
-    text = f"{amount:.2g}" if extreme else f"{amount:,.{digits}f}"
-    return ("+" if sign and amount > 0 else "") + text.replace("-", "−")
+    too_large = abs(amount) >= 1e9
+    too_small = digits > 3 and 0 < abs(amount) < 0.1**digits * 5
+    text = f"{amount:.2g}" if too_large or too_small else f"{amount:,.{digits}f}"
+    plus = "+" if sign and amount > 0 else ""
+    return plus + text.replace("-", "−")
 
 
 def first_and_last(by_step: Mapping[Any, object]) -> str:
     """A curve's ends: ``0.125 (step 0) → 0.750 (step 3)``."""
     points = sorted((int(step), value) for step, value in by_step.items())
-    return " → ".join(f"{format_number(value)} (step {step})" for step, value in dict((points[0], points[-1])).items())
+    ends = points if len(points) == 1 else [points[0], points[-1]]
+    return " → ".join(f"{format_number(value)} (step {step})" for step, value in ends)
 
 
 def between(low: object, high: object, digits: int = 3, *, sign: bool = False) -> str:
@@ -69,14 +75,18 @@ def between(low: object, high: object, digits: int = 3, *, sign: bool = False) -
 
 def with_ends(value: object, low: object, high: object, digits: int = 3, *, sign: bool = False) -> str:
     """A value with its interval, ``0.412 (0.381 to 0.442)``; alone where an end is missing."""
+    text = format_number(value, digits, sign=sign)
     interval = between(low, high, digits, sign=sign)
-    return format_number(value, digits, sign=sign) + ("" if interval == MISSING else f" ({interval})")
+    return text if interval == MISSING else f"{text} ({interval})"
 
 
 def shares(unscored: object) -> str:
     """The responses that were cut, were unreadable, or timed out: ``3% / 0% / –``."""
-    parts = (number(unscored, key) for key in ("cut", "unreadable", "timed_out"))
-    return " / ".join(MISSING if part is None else f"{part:.0%}" for part in parts)
+    texts = []
+    for key in ("cut", "unreadable", "timed_out"):
+        share = number(unscored, key)
+        texts.append(MISSING if share is None else f"{share:.0%}")
+    return " / ".join(texts)
 
 
 def noise(difference: object) -> str | None:
@@ -84,7 +94,9 @@ def noise(difference: object) -> str | None:
     within = dig(difference, "within_noise")
     if within is None:
         return None
-    return "within noise" if within else "one seed" if dig(difference, "over") == "problems" else "beyond noise"
+    if within:
+        return "within noise"
+    return "one seed" if dig(difference, "over") == "problems" else "beyond noise"
 
 
 def size(value: object) -> str:
@@ -92,8 +104,9 @@ def size(value: object) -> str:
     amount = number(value)
     if amount is None:
         return MISSING
-    power = min(4, int(math.log2(max(abs(amount), 1)) // 10))
-    return f"{amount / 1024**power:.{0 if power == 0 else 2}f} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
+    power = min(len(_UNITS) - 1, int(math.log2(max(abs(amount), 1)) // 10))
+    decimals = 0 if power == 0 else 2
+    return f"{amount / 1024**power:.{decimals}f} {_UNITS[power]}"
 
 
 def duration(value: object) -> str:
