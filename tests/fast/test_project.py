@@ -105,7 +105,7 @@ def test_shell_scripts_parse() -> None:
 
 def test_files_stay_small() -> None:
     files = [*(ROOT / "perturbations").rglob("*.py"), *(ROOT / "ngrpo").rglob("*.py")]
-    assert not [str(file) for file in files if len(file.read_text().splitlines()) > 400]
+    assert not [str(file) for file in files if len(file.read_text().splitlines()) > 500]
 
 
 def test_every_python_file_names_its_license() -> None:
