@@ -280,8 +280,7 @@ def _guessed(messages: Messages, answer: str) -> Problem:
 def _messages(value: Any) -> Messages:
     """A text as a user's message, or a list of messages with every field that a chat template may show."""
     if fault := conversation.fault(value):
-        fix = conversation.FIXES.get(fault, conversation.PROMPT)
-        raise UsageError(f"no question: the prompt is {fault}. {fix}")
+        raise UsageError(f"no question: the prompt is {fault}. {fault.fix}")
     return tuple(conversation.normalised([{"role": "user", "content": value}] if isinstance(value, str) else value))
 
 
