@@ -64,8 +64,8 @@ MUTATIONS = {
     ],
     ("ngrpo/config/flag_checks.py", "test_placing.py::TestRows"): [
         (
-            "return min(most, sum(min(most, rows) for rows in counted))",
-            "return sum(min(most, rows) for rows in counted)",
+            "return min(limit, sum(min(limit, count) for count in counts))",
+            "return sum(min(limit, count) for count in counts)",
             "rows: of several files beyond the limit",
         ),
         ("rows * responses * epochs < batch", "rows * responses < batch", "rows: episodes are not counted"),
