@@ -82,6 +82,7 @@ setup(
         "numpy",
         "scipy",
         "PyYAML",
+        "filelock",
         "jinja2",
         "jaxtyping>=0.3,<0.4",
         "rapidfuzz>=3",  # `ngrpo diagnose`: Levenshtein distances over tokens

@@ -40,7 +40,7 @@ from ngrpo.machine.upstream.openrlhf_flags import Flags
 from perturbations.errors import UsageError
 
 _PLUGIN = "ngrpo_perturbation"
-_SECONDS = 300
+_SECONDS = 300  # that the self-test may take
 _SURROUNDINGS = {
     "caches": surroundings.check_caches,
     "folder for temporary files": surroundings.check_sockets,
@@ -49,7 +49,13 @@ _SURROUNDINGS = {
 
 
 class Finding(NamedTuple):
-    """Something that was looked at, its state in a line, and the fix of an error; no fix where all is well."""
+    """The state of one thing.
+
+    Attributes:
+        subject: what was examined.
+        state: its state, in a line.
+        fix: what mends a fault; None where all is well.
+    """
 
     subject: str
     state: str
@@ -62,79 +68,117 @@ def run(argv: Sequence[str], *, report: Report) -> int:
     parser.add_argument("--model")
     parser.add_argument("--no-self-test", action="store_true")
     args = parser.read(argv)
-    named = None if args.model is None else packaged.check_name(args.model)
-    lines, wrong = [], 0
-    for finding in _examine(None if args.no_self_test else named or "smollm2-135m", report, named):
-        state, broken = f"{finding.subject}: {finding.state}", finding.fix is not None
-        print(f"{'WRONG' if broken else 'ok   '}  {state}", flush=True)
-        if finding.fix is not None:
+    named_model = None if args.model is None else packaged.check_name(args.model)
+    tested_model = None if args.no_self_test else named_model or "smollm2-135m"
+    report_lines = []
+    faults = 0
+    for finding in _examine(tested_model, report, named_model):
+        summary = f"{finding.subject}: {finding.state}"
+        if finding.fix is None:
+            print(f"ok     {summary}", flush=True)
+            report_lines.append(f"- ok {summary}")
+        else:
+            print(f"WRONG  {summary}", flush=True)
             print(textwrap.indent(f"fix: {finding.fix}", " " * 7))
-        lines.append(f"- {'WRONG' if broken else 'ok'} {state}")
-        wrong += broken
+            report_lines.append(f"- WRONG {summary}")
+            faults += 1
     machine = ", ".join(f"{key} {value}" for key, value in versions.machine().items())
-    print("", "--- for a bug report ---", f"- {machine}", *lines, "---", sep="\n")
-    report(f"{wrong} of {len(lines)} findings need fixing" if wrong else "all is well")
-    return int(wrong > 0)
+    print("", "--- for a bug report ---", f"- {machine}", *report_lines, "---", sep="\n")
+    report(f"{faults} of {len(report_lines)} findings need fixing" if faults else "all is well")
+    return 1 if faults else 0
 
 
-def _examine(model: str | None, report: Report, named: str | None) -> Iterator[Finding]:
-    """All findings, the self-test of ``model`` last; ``named``, if unsupported, has none."""
-    release = ".".join(map(str, sys.version_info[:3]))
-    fits = (3, 10) <= sys.version_info[:2] <= (3, 12)
-    yield Finding("Python", f"{release}, {sys.executable}", None if fits else "use Python 3.10 to 3.12")
-    found = versions.versions()
-    missing = ", ".join(name for name, release in found.items() if release is None)
-    releases = ", ".join(f"{name} {release or 'missing'}" for name, release in found.items())
-    fix = _error_of(versions.check_stack) or (f"install {missing}: docs/install.md" if missing else None)
-    yield Finding("releases", releases, fix)
-    unusable = _error_of(lambda: profile_for("auto"))
-    profile = profile_for("cpu" if unusable else "auto")
-    yield _device(profile.name, unusable)
-    broken = _error_of(lambda: profile.check(Flags()))
-    compiled = " ".join(profile.notes(Flags())) or "the code that is compiled on first use can be"
-    yield Finding("compiler", "not ready" if broken else compiled, broken)
-    if missing or _error_of(versions.check_transformers):  # what follows imports them
-        return
-    for subject, look in _SURROUNDINGS.items():
-        broken = _error_of(look)
-        yield Finding(subject, "not usable" if broken else "usable", broken)
+def _examine(tested_model: str | None, report: Report, named_model: str | None) -> Iterator[Finding]:
+    """All findings, the self-test of ``tested_model`` last; an unsupported ``named_model`` has no self-test."""
+    yield _python()
+    yield _releases()
+    gpu_error = _error_of(lambda: profile_for("auto"))
+    profile = profile_for("cpu" if gpu_error else "auto")
+    yield _device(profile.name, gpu_error)
+    compiler_error = _error_of(lambda: profile.check(Flags()))
+    replacements = " ".join(profile.notes(Flags()))
+    compiler = replacements or "the code that is compiled on first use can be"
+    yield Finding("compiler", "not ready" if compiler_error else compiler, compiler_error)
+    if None in versions.versions().values() or _error_of(versions.check_transformers):
+        return  # the further findings import these packages
+    for subject, check in _SURROUNDINGS.items():
+        error = _error_of(check)
+        yield Finding(subject, "not usable" if error else "usable", error)
     yield _placement(profile.name)
-    release = versions.installed("flash-attn") if stand_ins.has_flash_attn() else None
-    attention = f"{release}: OpenRLHF's default attention"
-    if profile.name == "cpu":
-        attention = "of no use on a CPU; the trainer's attention is PyTorch's own"
-    elif stand_ins.is_flash_attn_installed() and release is None:
-        attention = f"cannot be imported ({stand_ins.flash_attn_failure()}); the trainer's attention is PyTorch's own"
-    elif release is None:
-        attention = "missing: the trainer's attention is PyTorch's own (docs/install.md)"
-    yield Finding("flash-attn", attention)
-    rows = [row for row in (*patches.OPENRLHF, *patches.VLLM) if profile.name == "cpu" or row.when != "cpu"]
+    yield Finding("flash-attn", _attention(profile.name))
+    yield _upstream_patches(profile.name)
+    yield _plugin()
+    if named_model is not None:
+        finding = _model(named_model, profile.name)
+        yield finding
+        if finding.fix is not None:
+            return
+    if tested_model is not None:
+        report("self-test: a rollout and its replay, half a minute")
+        yield _self_test(tested_model)
+
+
+def _python() -> Finding:
+    """The release of Python."""
+    release = ".".join(map(str, sys.version_info[:3]))
+    is_supported = (3, 10) <= sys.version_info[:2] <= (3, 12)
+    return Finding("Python", f"{release}, {sys.executable}", None if is_supported else "use Python 3.10 to 3.12")
+
+
+def _releases() -> Finding:
+    """The releases of the packages."""
+    releases = versions.versions()
+    missing = ", ".join(name for name, release in releases.items() if release is None)
+    fix = _error_of(versions.check_stack)
+    if fix is None and missing:
+        fix = f"install {missing}: docs/install.md"
+    return Finding("releases", ", ".join(f"{name} {release or 'missing'}" for name, release in releases.items()), fix)
+
+
+def _attention(hardware: str) -> str:
+    """The state of flash-attn; its absence is no fault."""
+    if hardware == "cpu":
+        return "of no use on a CPU; the trainer's attention is PyTorch's own"
+    if stand_ins.has_flash_attn():
+        return f"{versions.installed('flash-attn')}: OpenRLHF's default attention"
+    if stand_ins.is_flash_attn_installed():
+        return f"cannot be imported ({stand_ins.flash_attn_failure()}); the trainer's attention is PyTorch's own"
+    return "missing: the trainer's attention is PyTorch's own (docs/install.md)"
+
+
+def _upstream_patches(hardware: str) -> Finding:
+    """Whether the installed sources are those of the table of patches."""
+    rows = [row for row in (*patches.OPENRLHF, *patches.VLLM) if hardware == "cpu" or row.when != "cpu"]
     try:
         patches.check(rows)
-        yield Finding("upstream patches", f"all {len(rows)} definitions match the table")
     except patches.PatchMismatch as error:
-        first, *_, fix = str(error).splitlines()
-        yield Finding("upstream patches", first, f"{fix} All rows: python -m ngrpo.patches")
-    state, fix, allowed = "registered", None, os.environ.get("VLLM_PLUGINS")
+        first_line, *_, fix = str(error).splitlines()
+        return Finding("upstream patches", first_line, f"{fix} All rows: python -m ngrpo.patches")
+    return Finding("upstream patches", f"all {len(rows)} definitions match the table")
+
+
+def _plugin() -> Finding:
+    """Whether vLLM would load our plugin."""
+    subject = "vLLM's plugin"
     if _PLUGIN not in {point.name for point in entry_points(group="vllm.general_plugins")}:
-        state, fix = f"{_PLUGIN} is not registered", f"install this project with {sys.executable} -m pip"
-    elif allowed is not None and _PLUGIN not in allowed.split(","):
-        state, fix = f"VLLM_PLUGINS={allowed} leaves it out", f"add {_PLUGIN} to VLLM_PLUGINS, or unset it"
-    yield Finding("vLLM's plugin", state, fix)
-    if named is not None:
-        support, subject = architecture.support_of(named, ask_hub=True), f"model {named}"
-        refused = "; ".join(support.refused) if support else ""
-        refused = refused or _error_of(lambda: compatibility.check_model(named, profile.name))
-        path = architecture.find_config(named)
-        if path is not None and not refused:
-            refused = _error_of(lambda: experts.check(path, replayed=False)) or ""
-        unknown = "not known: its config.json is not here, and the hub is out of reach"
-        yield Finding(subject, str(support) if support else unknown, refused or None)
-        if refused:
-            return
-    if model is not None:
-        report("self-test: a rollout and its replay, half a minute")
-        yield _self_test(model)
+        return Finding(subject, f"{_PLUGIN} is not registered", f"install this project with {sys.executable} -m pip")
+    allowed = os.environ.get("VLLM_PLUGINS")
+    if allowed is not None and _PLUGIN not in allowed.split(","):
+        return Finding(subject, f"VLLM_PLUGINS={allowed} leaves it out", f"add {_PLUGIN} to VLLM_PLUGINS, or unset it")
+    return Finding(subject, "registered")
+
+
+def _model(name: str, hardware: str) -> Finding:
+    """The support of a model by its config.json."""
+    support = architecture.support_of(name, ask_hub=True)
+    state = str(support) if support else "not known: its config.json is not here, and the hub is out of reach"
+    refusal = "; ".join(support.refused) if support else ""
+    if not refusal:
+        refusal = _error_of(lambda: compatibility.check_model(name, hardware)) or ""
+    config_path = architecture.find_config(name)
+    if not refusal and config_path is not None:
+        refusal = _error_of(lambda: experts.check(config_path, replayed=False)) or ""
+    return Finding(f"model {name}", state, refusal or None)
 
 
 def _error_of(check: Callable[[], object]) -> str | None:
@@ -146,57 +190,75 @@ def _error_of(check: Callable[[], object]) -> str | None:
     return None
 
 
-def _device(hardware: str, unusable: str | None) -> Finding:
-    """The hardware of the profile that `auto` means; ``unusable`` is the error about a GPU that torch cannot use."""
+def _device(hardware: str, gpu_error: str | None) -> Finding:
+    """The hardware of the profile that `auto` means; ``gpu_error`` is about a GPU that torch cannot use."""
     import torch
 
-    built, driver = torch.version.cuda, cuda.installed_driver()
+    built_for = torch.version.cuda
+    driver = cuda.installed_driver()
     if hardware == "cuda":
         home, release = cuda.toolkit()
-        names = ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
-        compiled = f"toolkit {release or 'missing'} ({home})"
-        return Finding("hardware", f"profile cuda: {names}; CUDA {built}, driver {driver or 'unknown'}, {compiled}")
-    state = f"profile cpu: torch sees no CUDA device (it is built for {f'CUDA {built}' if built else 'a CPU'})"
+        names = ", ".join(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
+        return Finding(
+            "hardware",
+            f"profile cuda: {names}; CUDA {built_for}, driver {driver or 'unknown'}, toolkit {release or 'missing'}"
+            f" ({home})",
+        )
+    target = f"CUDA {built_for}" if built_for else "a CPU"
+    state = f"profile cpu: torch sees no CUDA device (it is built for {target})"
     if driver is None:
         return Finding("hardware", state)
-    fix = unusable or "install the extra cuda and a torch that is built for CUDA: docs/install.md"
+    fix = gpu_error or "install the extra cuda and a torch that is built for CUDA: docs/install.md"
     return Finding("hardware", f"{state}, but there is a GPU with driver {driver}", fix)
 
 
 def _placement(hardware: str) -> Finding:
     """The placement of a training without flags of one, and the models that it holds."""
-    subject, there = "placement", placement.here()
-    if there is None:
-        state = "no GPU; `ngrpo train --hardware cuda --dry-run 1x80 ...` plans for a machine that has one"
-        return Finding(subject, state if hardware == "cpu" else "no GPU in the Ray cluster that a run would join")
-    size = {"by estimate, with responses of 2,048 tokens": [], "with --ds.adam_offload": [], "too large": []}
+    machine = placement.here()
+    if machine is None:
+        if hardware == "cpu":
+            state = "no GPU; `ngrpo train --hardware cuda --dry-run 1x80 ...` plans for a machine that has one"
+        else:
+            state = "no GPU in the Ray cluster that a run would join"
+        return Finding("placement", state)
+    fitting, fitting_offloaded, too_large = [], [], []
     models = architecture.size_table()
-    for name in sorted(models, key=lambda each: models[each]["parameters"]):
-        flags = planned_flags(name, there)
-        fits = not gpu_plan.notes(flags.args, there)
-        size[list(size)[2 if not fits else int(flags.has("--ds.adam_offload"))]].append(name)
-    told = "; ".join(f"{how}: {', '.join(names)}" for how, names in size.items() if names)
-    return Finding(subject, f"hybrid on {there} where no flag says another; {told}")
+    for name in sorted(models, key=lambda model: models[model]["parameters"]):
+        flags = planned_flags(name, machine)
+        if gpu_plan.notes(flags.args, machine):
+            too_large.append(name)
+        elif flags.has("--ds.adam_offload"):
+            fitting_offloaded.append(name)
+        else:
+            fitting.append(name)
+    models_by_fit = {
+        "by estimate, with responses of 2,048 tokens": fitting,
+        "with --ds.adam_offload": fitting_offloaded,
+        "too large": too_large,
+    }
+    lists = "; ".join(f"{fit}: {', '.join(names)}" for fit, names in models_by_fit.items() if names)
+    return Finding("placement", f"hybrid on {machine} where no flag says another; {lists}")
 
 
 def planned_flags(model: str, machine: placement.Machine, *words: str) -> Flags:
     """The flags of a GRPO training on a machine, with ``words`` and a placement."""
-    base = ["--reward.remote_url", "r.py", "--algo.advantage.estimator", "group_norm"]
-    base += ["--rollout.n_samples_per_prompt", "8", "--actor.model_name_or_path", model]
-    flags = Flags([*base, *words])
+    grpo = ["--reward.remote_url", "r.py", "--algo.advantage.estimator", "group_norm"]
+    grpo += ["--rollout.n_samples_per_prompt", "8", "--actor.model_name_or_path", model]
+    flags = Flags([*grpo, *words])
     return flags.with_defaults(gpu_plan.default_flags(flags, machine))
 
 
 def _self_test(model: str) -> Finding:
-    """In a process of its own: its crash is a finding too."""
+    """Runs :func:`self_test` in a process of its own: its crash is a finding too."""
     subject = "self-test"
     with tempfile.TemporaryDirectory() as folder:
-        target, output = Path(folder) / "result.json", Path(folder) / "output.log"
-        command = [sys.executable, "-m", "ngrpo.commands.doctor", model, str(target)]
+        result_file = Path(folder) / "result.json"
+        output_file = Path(folder) / "output.log"
+        command = [sys.executable, "-m", "ngrpo.commands.doctor", model, str(result_file)]
         # vLLM's engine is a process of its own, which outlives the one that started it.
         with (
-            output.open("w") as file,
-            subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True) as process,
+            output_file.open("w") as output,
+            subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True) as process,
         ):
             try:
                 status = process.wait(timeout=_SECONDS)
@@ -205,13 +267,10 @@ def _self_test(model: str) -> Finding:
             finally:
                 with suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
-        if not target.exists():
-            lines = [line for line in output.read_text(errors="replace").splitlines() if line.strip()]
-            # An engine's process tells why it ended before the one that started it does.
-            cause = next((number for number, line in enumerate(lines) if "CheckFailure: " in line), None)
-            ending = "\n".join(lines[-15:] if cause is None else lines[cause:][:10])
+        if not result_file.exists():
+            ending = _ending(output_file.read_text(errors="replace"))
             return Finding(subject, f"ended with status {status}", f"read the lines that it ended with:\n{ending}")
-        measures = json.loads(target.read_text())
+        measures = json.loads(result_file.read_text())
     state = (
         f"{measures['runner']} model runner, {measures['edits']} perturbed inputs among {measures['tokens']} tokens,"
         f" |Δ log p| {measures['gap']:.1e} with the replay, {measures['unreplayed']:.1e} without,"
@@ -221,7 +280,29 @@ def _self_test(model: str) -> Finding:
     allowed = max(1e-4, 3.0 * measures["plain"])
     if measures["edits"] == 0 or measures["unreplayed"] <= allowed:
         return Finding(subject, state, "the rollout was not perturbed: reinstall the project, then report it")
-    return Finding(subject, state, None if measures["gap"] <= allowed else f"at most {allowed:.1e} is exact: report it")
+    if measures["gap"] > allowed:
+        return Finding(subject, state, f"at most {allowed:.1e} is exact: report it")
+    return Finding(subject, state)
+
+
+def _ending(output: str) -> str:
+    """The last lines of an output, or those from the cause on.
+
+    The process of an engine prints the cause of its end before the process that started it prints a traceback.
+    """
+    lines = [line for line in output.splitlines() if line.strip()]
+    for number, line in enumerate(lines):
+        if "CheckFailure: " in line:
+            return "\n".join(lines[number : number + 10])
+    return "\n".join(lines[-15:])
+
+
+class _Rollout(NamedTuple):
+    """One response of the self-test: its token ids, its record, and the engine's log-probabilities."""
+
+    tokens: list[int]
+    record: Any
+    log_probs: Any
 
 
 def self_test(model: str) -> dict[str, Any]:
@@ -236,7 +317,9 @@ def self_test(model: str) -> dict[str, Any]:
 
     folder = packaged.resolve(model)
     has_gpu = torch.cuda.is_available()
-    place: dict[str, Any] = {"gpu_memory_utilization": 0.3} if has_gpu else {"distributed_executor_backend": "uni"}
+    device_options: dict[str, Any] = {"distributed_executor_backend": "uni"}
+    if has_gpu:
+        device_options = {"gpu_memory_utilization": 0.3}
     llm = LLM(
         folder,
         dtype="float32",
@@ -246,41 +329,57 @@ def self_test(model: str) -> dict[str, Any]:
         kv_cache_memory_bytes=1 << 26,
         disable_log_stats=True,
         additional_config={"perturbation": {"name": "gumbel", "rate": 0.5}},
-        **place,
+        **device_options,
     )
     prompt = llm.get_tokenizer().encode("The first three prime numbers are")
-    arguments = [{"seed": 0}, {"seed": 1}, {"seed": 2, "enabled": False}]
-    params = [SamplingParams(max_tokens=16, ignore_eos=True, extra_args={"perturbation": a}) for a in arguments]
+    # Two perturbed requests, and an unperturbed one, whose mismatch is that of plain rounding.
+    params = [
+        SamplingParams(max_tokens=16, ignore_eos=True, extra_args={"perturbation": arguments})
+        for arguments in ({"seed": 0}, {"seed": 1}, {"seed": 2, "enabled": False})
+    ]
     outputs = llm.generate([{"prompt_token_ids": prompt}] * len(params), params, use_tqdm=False)
     trajectories = take_trajectories(llm)
-    rollouts = [(list(output.outputs[0].token_ids), *trajectories[output.request_id]) for output in outputs]
-    reference = (
-        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to("cuda" if has_gpu else "cpu").eval()
-    )
+    rollouts = []
+    for output in outputs:
+        record, log_probs = trajectories[output.request_id]
+        rollouts.append(_Rollout(tokens=list(output.outputs[0].token_ids), record=record, log_probs=log_probs))
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    reference = reference.to("cuda" if has_gpu else "cpu").eval()
 
     @torch.no_grad()
-    def of_texts(texts: torch.Tensor, action_mask: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
-        texts = texts.to(reference.device)
-        log_probs = reference(texts, attention_mask=attention_mask.to(reference.device)).logits.float().log_softmax(-1)
-        return log_probs[:, :-1].gather(-1, texts[:, 1:].unsqueeze(-1)).squeeze(-1)[:, -action_mask.shape[1] :]
+    def response_log_probs(
+        token_ids: torch.Tensor, action_mask: torch.Tensor, attention_mask: torch.Tensor
+    ) -> torch.Tensor:
+        """The log-probabilities (rows, response tokens) of texts (rows, tokens)."""
+        token_ids = token_ids.to(reference.device)
+        logits = reference(token_ids, attention_mask=attention_mask.to(reference.device)).logits
+        log_probs = logits.float().log_softmax(-1)[:, :-1]
+        of_tokens = log_probs.gather(-1, token_ids[:, 1:].unsqueeze(-1)).squeeze(-1)
+        return of_tokens[:, -action_mask.shape[1] :]
 
-    check_replay(reference, of_texts)
-    sequences = torch.tensor([prompt + tokens for tokens, _, _ in rollouts], device=reference.device)
-    theirs = torch.tensor([log_probs.tolist() for _, _, log_probs in rollouts])
+    check_replay(reference, response_log_probs)
+    token_ids = torch.tensor([prompt + rollout.tokens for rollout in rollouts], device=reference.device)
+    engine_log_probs = torch.tensor([rollout.log_probs.tolist() for rollout in rollouts])
 
-    def gaps(records: list[Any]) -> Any:
+    def mismatch(records: list[Any]) -> torch.Tensor:
+        """|Δ log p| (rows, response tokens) of a replay and the engine."""
         with replaying(reference, records):
-            log_probs = of_texts(sequences, torch.ones_like(sequences[:, len(prompt) :]), torch.ones_like(sequences))
-        return (log_probs.cpu() - theirs).abs()
+            log_probs = response_log_probs(
+                token_ids,
+                action_mask=torch.ones_like(token_ids[:, len(prompt) :]),
+                attention_mask=torch.ones_like(token_ids),
+            )
+        return (log_probs.cpu() - engine_log_probs).abs()
 
-    replayed, without = gaps([record for _, record, _ in rollouts]), gaps([None] * len(rollouts))
+    with_replay = mismatch([rollout.record for rollout in rollouts])
+    without_replay = mismatch([None] * len(rollouts))
     return {
         "runner": model_runner(llm),
-        "edits": sum(len(record) for _, record, _ in rollouts),
-        "tokens": sum(len(tokens) for tokens, _, _ in rollouts[:2]),
-        "gap": replayed[:2].max().item(),
-        "unreplayed": without[:2].max().item(),
-        "plain": replayed[2].max().item(),
+        "edits": sum(len(rollout.record) for rollout in rollouts),
+        "tokens": sum(len(rollout.tokens) for rollout in rollouts[:2]),
+        "gap": with_replay[:2].max().item(),
+        "unreplayed": without_replay[:2].max().item(),
+        "plain": with_replay[2].max().item(),
     }
 
 

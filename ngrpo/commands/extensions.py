@@ -14,9 +14,10 @@ from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
 from string import Template
+from typing import NamedTuple
 
 from ngrpo.config.compatibility import page
-from ngrpo.config.kinds import FLAGS, KINDS, run_level_kinds
+from ngrpo.config.kinds import FLAGS, KINDS, Kind, run_level_kinds
 from ngrpo.machine.console import Report, docstring, help_entry, text_table
 from ngrpo.machine.storage.result_folder import writing
 from ngrpo.machine.upstream.openrlhf_flags import Flags
@@ -27,7 +28,9 @@ from perturbations.options import allowed, kinds
 
 def usage(command: str, argv: Sequence[str]) -> str:
     """The docstring of a command, with the kinds."""
-    lines = (line for kind in KINDS.values() for line in help_entry(f"  {kind.name}", kind.about, column=21))
+    lines: list[str] = []
+    for kind in KINDS.values():
+        lines += help_entry(f"  {kind.name}", kind.about, column=21)
     text = inspect.cleandoc(docstring(globals()[f"run_{command}"]))
     return text.replace("{kinds}", "\n".join(lines)) + "\n"
 
@@ -48,8 +51,12 @@ def run_list(argv: Sequence[str], *, report: Report) -> int:
     """
     if len(argv) > 1:
         raise UsageError(f"ngrpo list takes one name at most, got {' '.join(argv)!r}.")
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    print(page() if argv == ["compatibility"] else described(argv[0]) if argv else listing(width))
+    if not argv:
+        print(listing(shutil.get_terminal_size().columns if sys.stdout.isatty() else None))
+    elif argv[0] == "compatibility":
+        print(page())
+    else:
+        print(described(argv[0]))
     return 0
 
 
@@ -68,34 +75,44 @@ def run_check(argv: Sequence[str], *, report: Report) -> int:
       ngrpo check gate ./my_gate.py:MyGate     a gate
       ngrpo check advantage ./mine.py:Mine     an advantage
     """
-    kind = KINDS.get(argv[0]) if len(argv) > 1 else None
-    if kind is not None and not kind.suite:
-        others = ", ".join(name for name, known in KINDS.items() if known.suite)
-        absent = f"there is no conformance suite for this kind, but for {others}"
-        raise UsageError(f"ngrpo check {kind.name}: {absent}. Run the test that ngrpo new wrote.")
-    name, *arguments = argv if kind is None else argv[1:]
-    kind = kind or KINDS["perturbation"]
-    options = {option: value for option, _, value in (word.partition("=") for word in arguments)}
+    kind = KINDS["perturbation"]
+    words = list(argv)
+    if len(words) > 1 and words[0] in KINDS:
+        kind = KINDS[words.pop(0)]
+    if not kind.suite:
+        kinds_with_suite = ", ".join(other.name for other in KINDS.values() if other.suite)
+        raise UsageError(
+            f"ngrpo check {kind.name}: there is no conformance suite for this kind, but for {kinds_with_suite}. Run the"
+            " test that ngrpo new wrote."
+        )
+    name, *arguments = words
+    options = {}
     for word in arguments:
-        if not re.match("[^=]+=", word):
+        option, equals, value = word.partition("=")
+        if not (option and equals):
             raise UsageError(f"ngrpo check: {word!r} must be option=value, for example rate=0.2.")
-    broken, problems = 0, set()
+        options[option] = value
+    failed_checks = 0
+    printed_problems = set()
+    wrap = textwrap.TextWrapper(110, subsequent_indent=" " * 13, break_long_words=False)
     for title, error in kind.inspect(name, **options):
-        print(f"{'ok   ' if error is None else 'WRONG'}  {title}")
         if error is None:
+            print(f"ok     {title}")
             continue
-        broken += 1
-        # Several steps may have the same problem: a message names its step, which the title has behind these words.
-        step = re.sub("^(proposals for|open rows for|advantages of) ", "", title)
-        before, _, after = error.what.partition(f"{step}: ")
-        if (after or before, error.fix) in problems:
+        print(f"WRONG  {title}")
+        failed_checks += 1
+        # Several checks may find the same problem. A message names its check, so the check's name is taken out of it.
+        checked = re.sub("^(proposals for|open rows for|advantages of) ", "", title)
+        before, _, after = error.what.partition(f"{checked}: ")
+        problem = (after or before, error.fix)
+        if problem in printed_problems:
             print("       as above")
             continue
-        problems.add((after or before, error.fix))
-        wrap = textwrap.TextWrapper(110, subsequent_indent=" " * 13, break_long_words=False)
-        print(wrap.fill(f"       what: {error.what}"), wrap.fill(f"       fix: {error.fix}"), sep="\n")
-    if broken:
-        report(f"{name} breaks the contract that {kind.error_context} on ({broken} of the checks).")
+        printed_problems.add(problem)
+        print(wrap.fill(f"       what: {error.what}"))
+        print(wrap.fill(f"       fix: {error.fix}"))
+    if failed_checks:
+        report(f"{name} breaks the contract that {kind.error_context} on ({failed_checks} of the checks).")
         return 1
     prefix = "--perturbation NAME " if kind.part_of_perturbation else ""
     report(f"{name} keeps the contract. Use it: ngrpo train {prefix}{kind.flag} {name} ...")
@@ -121,39 +138,55 @@ def run_new(argv: Sequence[str], *, report: Report) -> int:
     kind = KINDS[word]
     if not 1 <= len(rest) <= 2:
         raise UsageError(f"ngrpo new {word} takes a name and at most a folder, got {' '.join(rest)!r}.")
-    name, folder = rest[0], Path(rest[1] if len(rest) == 2 else ".").expanduser()
-    subject = f"ngrpo new: the name {name!r}"
-    if not _is_name(name):
-        better = re.sub(r"\W+", "_", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name)).strip("_").lower()
-        hint = f" Write {better!r}?" if _is_name(better) else ""
-        form = "lower-case letters, digits and underscores, begin with a letter, and be no word of Python's"
-        raise UsageError(f"{subject} must be {form}.{hint}")
-    if name.startswith("test_"):
-        raise UsageError(f"{subject} begins as a test's file does. Leave 'test_' out.")
-    if name in kind.registry.available():
-        raise UsageError(f"{subject} is taken: there is a {kind.registry.kind} of this name (ngrpo list {name}).")
-    if find_spec(name) is not None:
-        raise UsageError(f"{subject} is that of a Python module, which a file {name}.py would hide. Give another one.")
-    file, test = folder / f"{name}.py", folder / f"test_{name}.py"
-    for path in (file, test):
+    name = rest[0]
+    folder = Path(rest[1] if len(rest) == 2 else ".").expanduser()
+    _check_new_name(kind, name)
+    file = folder / f"{name}.py"
+    test_file = folder / f"test_{name}.py"
+    for path in (file, test_file):
         if path.exists():
             raise UsageError(f"ngrpo new {word} {name}: {path} exists. Give another name or folder, or remove it.")
-    class_name = "".join(part.capitalize() for part in name.split("_"))
+    class_name = "".join(syllable.capitalize() for syllable in name.split("_"))
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        for path, template in ((file, kind.template()), (test, kind.template("test_"))):
+        for path, template in ((file, kind.template()), (test_file, kind.template("test_"))):
             path.write_text(Template(template).substitute(name=name, Class=class_name), encoding="utf-8")
-    report(f"wrote {file} and {test}")
-    address = f"./{file}" if not file.is_absolute() else str(file)
+    report(f"wrote {file} and {test_file}")
+    address = str(file) if file.is_absolute() else f"./{file}"
+    is_perturbation = word == "perturbation"
     if kind.suite:
-        report(f"check it:  ngrpo check {'' if word == 'perturbation' else word + ' '}{address}")
-    report(f"test it:   pytest {test}")
-    beside = "--perturbation neighbor " if kind.part_of_perturbation else ""
-    report(f"use it:    ngrpo train {beside}{kind.flag} {address} ...")
-    if word == "perturbation":
+        kind_word = "" if is_perturbation else f"{word} "
+        report(f"check it:  ngrpo check {kind_word}{address}")
+    report(f"test it:   pytest {test_file}")
+    needed_perturbation = "--perturbation neighbor " if kind.part_of_perturbation else ""
+    report(f"use it:    ngrpo train {needed_perturbation}{kind.flag} {address} ...")
+    if is_perturbation:
         report(f"try it:    ngrpo compare --model sandbox --task shortcut:late --perturbations none,{address}")
         report("           ten minutes on two cores: does it get away from a shortcut on which plain GRPO settles?")
     return 0
+
+
+def _check_new_name(kind: Kind, name: str) -> None:
+    """Raises ``UsageError`` for a name that an extension of this kind cannot have."""
+    if not _is_name(name):
+        with_underscores = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name)
+        better = re.sub(r"\W+", "_", with_underscores).strip("_").lower()
+        hint = f" Write {better!r}?" if _is_name(better) else ""
+        raise UsageError(
+            f"ngrpo new: the name {name!r} must be lower-case letters, digits and underscores, begin with a letter, and"
+            f" be no word of Python's.{hint}"
+        )
+    if name.startswith("test_"):
+        raise UsageError(f"ngrpo new: the name {name!r} begins as a test's file does. Leave 'test_' out.")
+    if name in kind.registry.available():
+        raise UsageError(
+            f"ngrpo new: the name {name!r} is taken: there is a {kind.registry.kind} of this name (ngrpo list {name})."
+        )
+    if find_spec(name) is not None:
+        raise UsageError(
+            f"ngrpo new: the name {name!r} is that of a Python module, which a file {name}.py would hide. Give another"
+            " one."
+        )
 
 
 def _is_name(name: str) -> bool:
@@ -164,31 +197,59 @@ def _is_name(name: str) -> bool:
 # ---- the registries as text, for `ngrpo list` and `ngrpo train --help` ----
 
 
+class _ListRow(NamedTuple):
+    """A row of ``ngrpo list``."""
+
+    name: str = ""
+    rate: str = ""
+    source: str = ""
+    paper: str = ""
+    description: str = ""
+
+
 def listing(width: int | None = None) -> str:
     """One table of everything registered: perturbations, gates, replay buffers, advantages, credits and so on.
 
     Descriptions are below their rows where a line would be longer than ``width``; None: a line for each, for `grep`.
     """
-    rows: list[tuple[str, ...]] = []  # name, rate, source, paper, description
+    rows: list[_ListRow] = []
     for kind_registry in FLAGS:
         has_rate = kind_registry is registry.perturbations
-        paper = "paper" if hasattr(kind_registry.base_class(), "paper") else ""
-        rows += [("",) * 5, (kind_registry.kind, "rate" if has_rate else "", "source", paper, "")]
+        has_paper = hasattr(kind_registry.base_class(), "paper")
+        if rows:
+            rows.append(_ListRow())
+        rows.append(
+            _ListRow(
+                name=kind_registry.kind,
+                rate="rate" if has_rate else "",
+                source="source",
+                paper="paper" if has_paper else "",
+            )
+        )
         for name, address in kind_registry.available().items():
             source = _source(kind_registry, name, address)
             try:
                 cls = kind_registry.get(name)
             except UsageError as error:
-                rows.append((name, "", source, "cannot be loaded", str(error)))
+                rows.append(_ListRow(name=name, source=source, paper="cannot be loaded", description=str(error)))
                 continue
-            rate = f"{cls.rate:g}" if has_rate else ""
-            rows.append((name, rate, source, getattr(cls, "paper", ""), _first_line(cls)))
-    del rows[0]
+            rows.append(
+                _ListRow(
+                    name=name,
+                    rate=f"{cls.rate:g}" if has_rate else "",
+                    source=source,
+                    paper=getattr(cls, "paper", ""),
+                    description=_first_line(cls),
+                )
+            )
     lines = text_table(rows, left=5)
     if width is not None and max(map(len, lines)) > width:
         wrap = textwrap.TextWrapper(width, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False)
-        lines = text_table([row[:4] for row in rows], left=4)
-        lines = [f"{line}\n{wrap.fill(row[4])}" if row[4] else line for line, row in zip(lines, rows)]
+        lines = []
+        for row, line in zip(rows, text_table([row[:4] for row in rows], left=4)):
+            lines.append(line)
+            if row.description:
+                lines.append(wrap.fill(row.description))
     return "\n".join(lines) + "\n\nOne of them in full: ngrpo list NAME"
 
 
@@ -199,7 +260,7 @@ def described(name: str) -> str:
     """
     homes = [kind_registry for kind_registry in FLAGS if name in kind_registry.available()]
     if not homes and ":" not in name and not name.endswith(".py"):
-        names = [each for kind_registry in FLAGS for each in kind_registry.available()]
+        names = [registered for kind_registry in FLAGS for registered in kind_registry.available()]
         raise UsageError(f"ngrpo list {name}: nothing has this name.{nearest(name, names)} All of them: ngrpo list.")
     if not homes:  # a user's file or module; where no kind takes it, the error is that of the first one
         for kind_registry in FLAGS:
@@ -211,31 +272,38 @@ def described(name: str) -> str:
     for kind_registry in homes or [registry.perturbations]:
         cls = kind_registry.get(name)
         own = own_options(kind_registry, cls)
-        parts = [
-            f"{_heading(kind_registry, name, [kind_registry.kind])}\n{inspect.cleandoc(docstring(cls))}",
-            _table(cls, own, FLAGS[kind_registry]).rstrip(),
-        ]
+        texts.append(f"{_heading(kind_registry, name, [kind_registry.kind])}\n{inspect.cleandoc(docstring(cls))}")
+        if own:
+            texts.append(_table(cls, own, FLAGS[kind_registry]).rstrip())
         if kind_registry is registry.perturbations:
             own_names = {field.name for field in own}
-            rest = ", ".join(field.name for field in dataclasses.fields(Perturbation) if field.name not in own_names)
-            parts.append(f"and of the gate, as every perturbation: {rest} (ngrpo train --help)")
+            of_gate = [field.name for field in dataclasses.fields(Perturbation) if field.name not in own_names]
+            texts.append(f"and of the gate, as every perturbation: {', '.join(of_gate)} (ngrpo train --help)")
             kind_registry.check_complete(cls, name)
-        texts.append("\n\n".join(part for part in parts if part))
     return "\n\n".join(texts)
 
 
 def _heading(kind_registry: registry.Registry, name: str, notes: list[str]) -> str:
     """A name with its notes, paper and source in parentheses."""
     cls = kind_registry.get(name)
-    paper = [cls.paper] if hasattr(cls, "paper") else []
-    source = _source(kind_registry, name, kind_registry.available().get(name) or kind_registry.address(cls))
-    return f"{name}  ({'; '.join([*notes, *paper, source])})"
+    address = kind_registry.available().get(name) or kind_registry.address(cls)
+    remarks = [*notes]
+    if hasattr(cls, "paper"):
+        remarks.append(cls.paper)
+    remarks.append(_source(kind_registry, name, address))
+    return f"{name}  ({'; '.join(remarks)})"
 
 
 def own_options(kind_registry: registry.Registry, cls: type) -> list[dataclasses.Field]:
     """The options of a class that its kind does not share, or for which it has another default."""
-    shared = {f.name: f for f in dataclasses.fields(Perturbation)} if kind_registry is registry.perturbations else {}
-    return [f for f in dataclasses.fields(cls) if f.name not in shared or f.default != shared[f.name].default]
+    shared_defaults = {}
+    if kind_registry is registry.perturbations:
+        shared_defaults = {field.name: field.default for field in dataclasses.fields(Perturbation)}
+    return [
+        field
+        for field in dataclasses.fields(cls)
+        if field.name not in shared_defaults or field.default != shared_defaults[field.name]
+    ]
 
 
 def train_help(usage: str, argv: Sequence[str] = ()) -> str:
@@ -248,10 +316,12 @@ def train_help(usage: str, argv: Sequence[str] = ()) -> str:
     for kind in run_level_kinds():
         flags += help_entry(f"  {kind.flag} NAME", f"{kind.about}, see below [none]", column=28)
         flags += help_entry(f"  {kind.flag}.<option> VALUE", f"an option of the {kind.registry.kind}", column=28)
-    parts = [usage.replace("{kinds}", "\n".join(flags))]
-    parts.append("options of every perturbation (the gate)\n" + _table(Perturbation, dataclasses.fields(Perturbation)))
+    sections = [usage.replace("{kinds}", "\n".join(flags))]
+    gate_options = _table(Perturbation, dataclasses.fields(Perturbation))
+    sections.append(f"options of every perturbation (the gate)\n{gate_options}")
     for kind_registry, root in FLAGS.items():
-        names, value = list(kind_registry.available()), Flags(argv).value(root)
+        names = list(kind_registry.available())
+        value = Flags(argv).value(root)
         if value and value not in names and value.lower() != "none":  # the user's own: last, next to the prompt
             own_name = kind_registry.get(value).name
             names = [*(name for name in names if name != own_name), value]
@@ -259,34 +329,55 @@ def train_help(usage: str, argv: Sequence[str] = ()) -> str:
             try:
                 cls = kind_registry.get(name)
             except UsageError as error:
-                parts.append(f"{name}: cannot be loaded: {error}\n")
+                sections.append(f"{name}: cannot be loaded: {error}\n")
                 continue
             notes = [] if kind_registry is registry.perturbations else [kind_registry.kind]
-            lines = [textwrap.fill(_heading(kind_registry, name, notes), 80, subsequent_indent="    ")]
-            lines.append(textwrap.fill(_first_line(cls), 80, initial_indent="  ", subsequent_indent="  "))
-            parts.append("\n".join([*lines, _table(cls, own_options(kind_registry, cls), root)]))
-    return "\n".join(parts)
+            heading = textwrap.fill(_heading(kind_registry, name, notes), 80, subsequent_indent="    ")
+            description = textwrap.fill(_first_line(cls), 80, initial_indent="  ", subsequent_indent="  ")
+            options = _table(cls, own_options(kind_registry, cls), root)
+            sections.append(f"{heading}\n{description}\n{options}")
+    return "\n".join(sections)
 
 
-def option_row(cls: type, field: dataclasses.Field) -> tuple[str, str, str, str]:
+class OptionRow(NamedTuple):
+    """An option as help and docs show it."""
+
+    name: str
+    about: str
+    limits: str
+    default: str
+
+
+_TYPES_IN_WORDS = {int: "a whole number", float: "a number", bool: "true or false"}
+
+
+def option_row(cls: type, field: dataclasses.Field) -> OptionRow:
     """An option's name, description, allowed values, and default."""
-    accepted = kinds(cls, field.name)
-    kind = next(k for k in accepted if k is not type(None))
-    limits = allowed(field) or {int: "a whole number", float: "a number", bool: "true or false"}.get(kind, "text")
-    if type(None) in accepted:
+    accepted_types = kinds(cls, field.name)
+    value_type = next(accepted for accepted in accepted_types if accepted is not type(None))
+    limits = allowed(field) or _TYPES_IN_WORDS.get(value_type, "text")
+    if type(None) in accepted_types:
         limits += ", or none"
-    default = "none" if field.default is None else str(field.default).lower() if kind is bool else str(field.default)
-    return field.name, field.metadata.get("help", ""), limits, default
+    if field.default is None:
+        default = "none"
+    elif value_type is bool:
+        default = str(field.default).lower()
+    else:
+        default = str(field.default)
+    return OptionRow(name=field.name, about=field.metadata.get("help", ""), limits=limits, default=default)
 
 
 def _table(cls: type, fields: Sequence[dataclasses.Field], root: str = "--perturbation") -> str:
+    """The options as lines of help."""
     lines = []
-    for name, about, limits, default in (option_row(cls, field) for field in fields):
-        lines += help_entry(f"  {root}.{name}", f"{about}; {limits} [{default}]", column=32)
+    for field in fields:
+        row = option_row(cls, field)
+        lines += help_entry(f"  {root}.{row.name}", f"{row.about}; {row.limits} [{row.default}]", column=32)
     return "".join(f"{line}\n" for line in lines)
 
 
 def _source(kind_registry: registry.Registry, name: str, address: str) -> str:
+    """Where a name comes from: ``in-tree``, an installed package, or its address."""
     if address.startswith(kind_registry.tree + "."):
         return "in-tree"
     for point in entry_points(group=kind_registry.group):

@@ -15,14 +15,18 @@ from perturbations.errors import UsageError
 from perturbations.testing import PerturbationError, outcomes
 from perturbations.testing.report import answered, check_answers, check_tensor, require
 
-_GROUPS = (8, 16, 32, 64, 128, 256)
+_GROUP_SIZES = (8, 16, 32, 64, 128, 256)
 _FRACTIONS = "rewards between 0 and 1"
-_NO_DRAWS = "An advantage is a function of its rewards: it draws nothing."
 
 
 @dataclass(frozen=True)
 class _Batch:
-    """What an advantage is given: (P, G) each."""
+    """The arguments of :meth:`Advantage.compute`.
+
+    Attributes:
+        rewards: (prompts, responses).
+        further: (prompts, responses) or (prompts, responses, ...): what else the advantage needs.
+    """
 
     rewards: Tensor
     further: Tensor
@@ -36,10 +40,10 @@ def inspect(
 
 
 def _checks(advantage: Advantage) -> Iterator[tuple[str, Callable[[], None]]]:
-    draws = torch.Generator().manual_seed(4)
-    rewards = torch.rand(7, _group_size(advantage), generator=draws)
-    further = _further(advantage, rewards, draws)
-    labelled = {
+    generator = torch.Generator().manual_seed(4)
+    rewards = torch.rand(7, _group_size(advantage), generator=generator)
+    further = _further(advantage, rewards, generator)
+    rewards_by_label = {
         "right and wrong responses": (rewards > 0.5).float(),
         "groups all right or all wrong": (torch.arange(7).unsqueeze(-1) % 2.0).expand_as(rewards).clone(),
         _FRACTIONS: rewards,
@@ -47,47 +51,75 @@ def _checks(advantage: Advantage) -> Iterator[tuple[str, Callable[[], None]]]:
     try:
         advantage.check_rewards(rewards)
     except UsageError:  # made for right and wrong responses alone
-        del labelled[_FRACTIONS]
-    for label, values in labelled.items():
-        yield f"advantages of {label}", partial(_check, advantage, label, _Batch(values, further))
+        del rewards_by_label[_FRACTIONS]
+    for label, labelled_rewards in rewards_by_label.items():
+        batch = _Batch(rewards=labelled_rewards, further=further)
+        yield f"advantages of {label}", partial(_check, advantage, label, batch)
     yield "the advantage at each training step", partial(_check_steps, advantage)
     yield "its flags of OpenRLHF, and what it warns of", partial(_check_flags, advantage)
 
 
-def _further(advantage: Advantage, rewards: Tensor, draws: torch.Generator) -> Tensor:
+def _further(advantage: Advantage, rewards: Tensor, generator: torch.Generator) -> Tensor:
     """What else the advantage needs, at random; zeros where it needs nothing."""
-    numbers = torch.randint(1, 9, (*rewards.shape, 2), generator=draws).float()
-    choices = {"counts": numbers[..., 0], "log_probs": numbers * torch.tensor([-1.0, 1.0]), "hidden": numbers}
-    choices["values"] = numbers[..., 0] / 9.0
-    return choices.get(advantage.needs, torch.zeros_like(rewards))
+    numbers = torch.randint(1, 9, (*rewards.shape, 2), generator=generator).float()
+    if advantage.needs == "counts":
+        return numbers[..., 0]
+    if advantage.needs == "values":
+        return numbers[..., 0] / 9.0
+    if advantage.needs == "log_probs":  # the log-probability of a response, and its number of tokens
+        return numbers * torch.tensor([-1.0, 1.0])
+    if advantage.needs == "hidden":
+        return numbers
+    return torch.zeros_like(rewards)
 
 
 def _group_size(advantage: Advantage) -> int:
-    """The smallest that the advantage is made for: some need more responses than their k."""
-    for size in _GROUPS[:-1]:
+    """The smallest group size that the advantage accepts: some need more responses than their k."""
+    for size in _GROUP_SIZES[:-1]:
+        rewards = torch.zeros(1, size)
         try:
-            advantage.compute(torch.zeros(1, size), _further(advantage, torch.zeros(1, size), torch.Generator()))
+            advantage.compute(rewards, _further(advantage, rewards, torch.Generator()))
         except UsageError:
             continue
         except Exception:  # for the checks to report
             pass
         return size
-    return _GROUPS[-1]
+    return _GROUP_SIZES[-1]
 
 
 def _check(advantage: Advantage, label: str, batch: _Batch) -> None:
-    where, fix = f"{advantage.name}, {label}:", "It must accept any rewards in [0, 1]."
+    """Checks shape, dtype and values of the advantages of a batch, and that the same batch gives them again."""
+    subject = f"{advantage.name}, {label}:"
 
-    def answer(given: _Batch) -> Tensor:
-        advantages = answered(f"{where} formula()", lambda: advantage.compute(given.rewards, given.further), fix)
-        subject, shape = f"{where} what formula() returns", tuple(given.rewards.shape)
-        check_tensor(subject, advantages, shape, torch.float32, torch.device("cpu"))
-        broken = advantages[~torch.isfinite(advantages)].tolist()
-        may_be_equal = "Clamp before divisions: the rewards of a group may all be equal."
-        require(not broken, f"{where} formula() gives {broken[:1]}.", may_be_equal)
+    def compute(batch: _Batch) -> Tensor:
+        advantages = answered(
+            f"{subject} formula()",
+            lambda: advantage.compute(batch.rewards, batch.further),
+            "It must accept any rewards in [0, 1].",
+        )
+        check_tensor(
+            f"{subject} what formula() returns",
+            advantages,
+            tuple(batch.rewards.shape),
+            torch.float32,
+            torch.device("cpu"),
+        )
+        not_finite = advantages[~torch.isfinite(advantages)].tolist()
+        require(
+            not not_finite,
+            f"{subject} formula() gives {not_finite[:1]}.",
+            "Clamp before divisions: the rewards of a group may all be equal.",
+        )
         return advantages
 
-    check_answers(where, "formula()", answer, batch, prefix="", draws=_NO_DRAWS)
+    check_answers(
+        subject,
+        "formula()",
+        compute,
+        batch,
+        prefix="",
+        draws="An advantage is a function of its rewards: it draws nothing.",
+    )
 
 
 def _check_steps(advantage: Advantage) -> None:
@@ -100,19 +132,24 @@ def _check_steps(advantage: Advantage) -> None:
 
 
 def _check_flags(advantage: Advantage) -> None:
-    """Asked before a training starts, with the flags that it was given."""
+    """The flags and the notes, which a start asks for with the flags of the command line."""
     flags = Flags(["--rollout.n_samples_per_prompt", str(_group_size(advantage))])
-    fix = (
+    flags_fix = (
         "It must give flags, {'--algo.kl.init_coef': '0'}: their values as text, several as a tuple, None for a switch."
     )
-    defaults = answered(f"{advantage.name}: flags()", partial(advantage.flags, flags), fix)
-    wrong = not isinstance(defaults, dict)
-    for name, value in () if wrong else defaults.items():
-        texts = value if isinstance(value, tuple) and value else (value,)
-        fits = value is None or all(isinstance(part, str) for part in texts)
-        wrong |= not (fits and isinstance(name, str) and name.startswith("--"))
-    require(not wrong, f"{advantage.name}: flags() gives {defaults!r:.200}.", fix)
-    fix = "It must give a list of texts, each a warning for the user; an empty one for none."
-    notes = answered(f"{advantage.name}: notes()", partial(advantage.notes, flags), fix)
-    texts = isinstance(notes, list | tuple) and all(isinstance(note, str) for note in notes)
-    require(texts, f"{advantage.name}: notes() gives {notes!r:.200}.", fix)
+    defaults = answered(f"{advantage.name}: flags()", partial(advantage.flags, flags), flags_fix)
+    are_flags = isinstance(defaults, dict) and all(_is_flag(name, value) for name, value in defaults.items())
+    require(are_flags, f"{advantage.name}: flags() gives {defaults!r:.200}.", flags_fix)
+    notes_fix = "It must give a list of texts, each a warning for the user; an empty one for none."
+    notes = answered(f"{advantage.name}: notes()", partial(advantage.notes, flags), notes_fix)
+    are_texts = isinstance(notes, list | tuple) and all(isinstance(note, str) for note in notes)
+    require(are_texts, f"{advantage.name}: notes() gives {notes!r:.200}.", notes_fix)
+
+
+def _is_flag(name: object, value: object) -> bool:
+    """Whether a name is a flag's, with a text, several texts or, for a switch, None."""
+    if not isinstance(name, str) or not name.startswith("--"):
+        return False
+    if isinstance(value, tuple) and value:
+        return all(isinstance(text, str) for text in value)
+    return value is None or isinstance(value, str)

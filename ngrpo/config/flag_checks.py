@@ -1,20 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What OpenRLHF 0.11.2 cannot use of what its parser takes; it fails, hangs or waits, once all has started.
+"""Values of flags that OpenRLHF 0.11.2 parses, but with which the training later fails, hangs or waits.
 
-Values are checked one by one. Sizes of a step must fit each other.
+The first part checks values one by one, the second the checkpoint and the output, and the third whether the sizes of
+a step fit each other.
 """
 
 import os
 import re
-from collections.abc import Callable
 from contextlib import suppress
-from fnmatch import fnmatchcase
 from itertools import pairwise
-from math import ceil, inf, isclose, isfinite, nan
+from math import ceil, isclose, nan
 from pathlib import Path
 
+from ngrpo.config import number_rules
 from ngrpo.config.features import MODEL
 from ngrpo.config.input_checks import rows_of
+from ngrpo.config.number_rules import NumberRule
 from ngrpo.config.run import RunConfig
 from ngrpo.machine.models import conversation, packaged
 from ngrpo.machine.upstream import placement
@@ -23,58 +24,27 @@ from perturbations.errors import UsageError, nearest
 
 # --- values -----------------------------------------------------------------------------------------
 
-LOAD = "--ckpt.load_enable"
-_UNIVERSAL = "--ds.use_universal_ckpt"
-_OF_A_RANK = "*zero_pp_rank_*_optim_states.pt"  # DeepSpeed 0.19: a rank's part of the optimizer
-_OUTPUTS = ("--logger.tensorboard_dir", "--ckpt.path", "--ckpt.output_dir")
-_READ = ("model_name_or_path", "dataset", "remote_url", "agent_func_path")  # ends of flags that name files
-# What a number may be, in words: its type, whether it is one, and the flags, with patterns of the shell.
-_NUMBERS: dict[str, tuple[type, Callable[[float], bool], str]] = {
-    "a whole number of at least 1": (
-        int,
-        lambda n: n >= 1,
-        "*.num_nodes *.num_gpus_per_node *.num_engines *.tensor_parallel_size *batch_size *.n_samples_per_prompt"
-        " *.max_new_tokens *.max_tokens_per_gpu *.max_epochs *.num_episodes *.async_queue_size *.max_len *.max_samples"
-        " *.ring_attn_* *.zpg *.logging_steps *.max_num *.horizon *.lora.alpha *.ns_steps",
-    ),
-    "a whole number of at least 0": (int, lambda n: n >= 0, "*.dataloader_num_workers *.max_images_* *.lora.rank"),
-    "a whole number of at least 1, or -1 for never": (int, lambda n: n == -1 or n >= 1, "*.save_steps eval.steps"),
-    "a whole number from 0 to 4294967295": (int, lambda n: 0 <= n < 2**32, "train.seed"),
-    "0, 1, 2 or 3": (int, lambda n: 0 <= n <= 3, "ds.zero_stage"),
-    "-1, since Ray gives each process its own": (int, lambda n: n == -1, "local_rank"),
-    "a number greater than 0": (float, lambda n: 0 < n < inf, "rollout.temperature *.adam.eps"),
-    "a number of GiB greater than 0": (float, lambda n: n > 0, "ckpt.max_mem"),
-    "a number greater than 1": (float, lambda n: 1 < n < inf, "*.dual_clip"),
-    "a number of at least 0": (
-        float,
-        lambda n: 0 <= n < inf,
-        "eval.temperature *.lr *.weight_decay *.max_norm *.eps_clip* *.value_clip *.init_coef *.kl.target"
-        " reward.overlong_*",
-    ),
-    "a number of at least 0, or inf": (float, lambda n: n >= 0, "*.is_correction_threshold"),
-    "a number in (0, 1]": (float, lambda n: 0 < n <= 1, "rollout.top_p *.gpu_memory_utilization"),
-    "a number in [0, 1)": (float, lambda n: 0 <= n < 1, "*.betas *.momentum"),
-    "a number in [0, 1]": (float, lambda n: 0 <= n <= 1, "*.gamma *.lambd *.ema_beta *.lora.dropout *_ratio"),
-    "a number of at most 1": (float, lambda n: -inf < n <= 1, "*.stop_properly_*"),
-    "a number": (float, isfinite, "*.clip_range *.dynamic_filtering_range *.entropy_coef *.aux_loss_coef"),
-}
-_LIMITS = {
-    f"--{pattern}": (words, kind, fits)
-    for words, (kind, fits, patterns) in _NUMBERS.items()
-    for pattern in patterns.split()
-}
-# Pairs of numbers of which the lower one comes first.
+# Flags with a lower and an upper bound.
 _BOUNDS = ("--reward.clip_range", "--algo.dynamic_filtering_range", "--algo.advantage.is_correction_threshold")
 # transformers' schedules that need no further setting.
-_SCHEDULES = "linear cosine cosine_with_restarts polynomial constant constant_with_warmup inverse_sqrt"
-_SCHEDULES += " cosine_with_min_lr cosine_warmup_with_min_lr"
-_ATTENTION = "eager sdpa flex_attention flash_attention_2 flash_attention_3 flash_attention_4"
+_SCHEDULES = (
+    "linear",
+    "cosine",
+    "cosine_with_restarts",
+    "polynomial",
+    "constant",
+    "constant_with_warmup",
+    "inverse_sqrt",
+    "cosine_with_min_lr",
+    "cosine_warmup_with_min_lr",
+)
+_ATTENTION = "--ds.attn_implementation"
 _WORDS = {
-    "--actor.lr_scheduler": _SCHEDULES.split(),
-    "--critic.lr_scheduler": _SCHEDULES.split(),
-    "--ds.grad_accum_dtype": ["fp32", "bf16", "fp16", "float32", "bfloat16", "float16"],
-    "--ds.attn_implementation": _ATTENTION.split(),
-    "--vllm.sync_backend": ["nccl", "gloo"],
+    "--actor.lr_scheduler": _SCHEDULES,
+    "--critic.lr_scheduler": _SCHEDULES,
+    "--ds.grad_accum_dtype": ("fp32", "bf16", "fp16", "float32", "bfloat16", "float16"),
+    _ATTENTION: ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4"),
+    "--vllm.sync_backend": ("nccl", "gloo"),
 }
 
 
@@ -82,44 +52,53 @@ def check(flags: Flags) -> None:
     """Raises ``UsageError`` for a value that OpenRLHF cannot use, and for no model."""
     packaged.check_name(flags.value(MODEL))
     for flag in flags:
-        if allowed := _allowed(flag, flags):
-            raise UsageError(f"{flag.name} {' '.join(flag.values)}".rstrip() + f": must be {allowed}.")
+        must_be = _violated_rule(flag, flags)
+        if must_be:
+            as_written = f"{flag.name} {' '.join(flag.values)}".rstrip()
+            raise UsageError(f"{as_written}: must be {must_be}.")
 
 
-def _allowed(flag: Flag, flags: Flags) -> str:
-    """What the value of a flag must be; empty where it may be what it is."""
+def _violated_rule(flag: Flag, flags: Flags) -> str:
+    """What the value of a flag must be, in words; empty where the value is allowed."""
     value = flag.values[0] if flag.values else ""
-    if limits := next((each for pattern, each in _LIMITS.items() if fnmatchcase(flag.name, pattern)), None):
-        words, kind, fits = limits
-        numbers = [number(part, kind) for part in flag.values] or [nan]
-        if not all(map(fits, numbers)):
-            return words
-        if flag.name in _BOUNDS and any(low > high for low, high in pairwise(numbers)):
-            return "the lower bound, then the upper one"
-    elif (words := _WORDS.get(flag.name)) is not None and value not in words:
-        if flag.name != "--ds.attn_implementation" or "/" not in value:  # a kernel of the hub
-            return f"one of {', '.join(words)}.{nearest(value, words)}".rstrip(".")
-    elif flag.name == "--data.input_template":
+    number_rule = number_rules.rule_of(flag.name)
+    if number_rule is not None:
+        return _violated_number_rule(flag, number_rule)
+    if flag.name in _WORDS:
+        return _violated_choice(flag.name, value)
+    if flag.name == "--data.input_template":
         return "" if conversation.is_input_template(value) else conversation.INPUT_TEMPLATES
-    elif flag.name == "--data.prompt_probs":
-        shares = [number(part, float) for part in value.split(",")]
+    if flag.name == "--data.prompt_probs":
         names = (flags.value("--data.prompt_dataset") or "").split(",")
-        if len(shares) != len(names) or not all(share >= 0 for share in shares) or not isclose(sum(shares), 1):
+        shares = [number_rules.number(share, float) for share in value.split(",")]
+        are_shares = all(share >= 0 for share in shares) and isclose(sum(shares), 1)
+        if len(shares) != len(names) or not are_shares:
             return f"a number of at least 0 for each of {len(names)} datasets, with commas, which sum to 1"
-    elif flag.name == "--ckpt.best_metric_key":
-        group = flags.value("--eval.n_samples_per_prompt") or "4"
-        named = value.startswith("eval_") and value.endswith(("_pass1", f"_pass{group}"))
-        if value not in ("", "none") and not named:
-            return f"eval_NAME_pass1 or eval_NAME_pass{group}, where NAME is a row's datasource or default; or none"
+    if flag.name == "--ckpt.best_metric_key" and value not in ("", "none"):
+        responses = flags.value("--eval.n_samples_per_prompt") or "4"
+        if not (value.startswith("eval_") and value.endswith(("_pass1", f"_pass{responses}"))):
+            return f"eval_NAME_pass1 or eval_NAME_pass{responses}, where NAME is a row's datasource or default; or none"
     return ""
 
 
-def number(text: str, kind: type) -> float:
-    """The number that a text is, as argparse reads it; NaN, which no range holds, for any other text."""
-    try:
-        return kind(text)
-    except ValueError:
-        return nan
+def _violated_number_rule(flag: Flag, rule: NumberRule) -> str:
+    """What the numbers of a flag must be, in words; empty where they are so."""
+    numbers = [number_rules.number(value, rule.kind) for value in flag.values] or [nan]
+    if not all(rule.fits(value) for value in numbers):
+        return rule.must_be
+    if flag.name in _BOUNDS and any(low > high for low, high in pairwise(numbers)):
+        return "the lower bound, then the upper one"
+    return ""
+
+
+def _violated_choice(name: str, value: str) -> str:
+    """The words that a flag takes; empty where its value is one of them."""
+    choices = _WORDS[name]
+    if value in choices:
+        return ""
+    if name == _ATTENTION and "/" in value:  # transformers loads OWNER/NAME, a kernel, from the hub
+        return ""
+    return f"one of {', '.join(choices)}.{nearest(value, choices)}".rstrip(".")
 
 
 def check_evaluated(flags: Flags, run: RunConfig) -> None:
@@ -128,37 +107,53 @@ def check_evaluated(flags: Flags, run: RunConfig) -> None:
         raise UsageError("--eval.at_start needs problems: give --eval.dataset FILE, or a --task that holds some out.")
 
 
+# --- checkpoint and output --------------------------------------------------------------------------
+
+LOAD = "--ckpt.load_enable"
+_UNIVERSAL = "--ds.use_universal_ckpt"
+_RANK_FILES = "*zero_pp_rank_*_optim_states.pt"  # DeepSpeed 0.19: a rank's part of the optimizer
+_OUTPUTS = ("--logger.tensorboard_dir", "--ckpt.path", "--ckpt.output_dir")
+# Flags whose names end so name files that are read.
+_INPUT_ENDINGS = ("model_name_or_path", "dataset", "remote_url", "agent_func_path")
+
+
 def check_checkpoint(flags: Flags, run: RunConfig) -> None:
     """Raises ``UsageError`` where no checkpoint in the folder is complete: OpenRLHF fails once all is loaded."""
     latest = _latest(flags)
-    if not flags.has(LOAD) or not latest.parent.is_dir():
+    folder = latest.parent
+    if not flags.has(LOAD) or not folder.is_dir():
         return
     fix = f"Remove that folder to start at step 0, or leave {LOAD} out."
     if not latest.is_file():
-        needed = f"{latest.name} (see DeepSpeed's ds_to_universal.py for {_UNIVERSAL})"
-        why = "(a run ended while it saved its first)" if latest.name == "latest" else f"since it lacks {needed}"
-        raise UsageError(f"{LOAD}: no checkpoint in {latest.parent} is complete {why}. {fix}")
-    step = latest.read_text(encoding="utf-8").strip()
-    if not step or not any((latest.parent / step).glob("*")):
-        subject = f"{LOAD}: {latest} names the checkpoint {step!r}"
-        fix = f"Write the name of a complete one into that file. {fix}"
-        raise UsageError(f"{subject}, and there is no such folder with files. {fix}")
+        if flags.has(_UNIVERSAL):
+            raise UsageError(
+                f"{LOAD}: no checkpoint in {folder} is complete since it lacks {latest.name} (see DeepSpeed's"
+                f" ds_to_universal.py for {_UNIVERSAL}). {fix}"
+            )
+        raise UsageError(f"{LOAD}: no checkpoint in {folder} is complete (a run ended while it saved its first). {fix}")
+    name = latest.read_text(encoding="utf-8").strip()
+    checkpoint = folder / name
+    if not name or not any(checkpoint.glob("*")):
+        raise UsageError(
+            f"{LOAD}: {latest} names the checkpoint {name!r}, and there is no such folder with files. Write the name of"
+            f" a complete one into that file. {fix}"
+        )
     if flags.has("--train.enable_ema"):
         raise UsageError(f"{LOAD}: a checkpoint lacks the moving average. Leave --train.enable_ema out. {fix}")
-    ranks = len(list((latest.parent / step).glob(_OF_A_RANK)))
-    if ranks and not flags.has(_UNIVERSAL):
-        _check_ranks(latest.parent / step, ranks, flags.args)
+    saved_ranks = len(list(checkpoint.glob(_RANK_FILES)))
+    if saved_ranks and not flags.has(_UNIVERSAL):
+        _check_ranks(checkpoint, saved_ranks, flags.args)
 
 
-def _check_ranks(checkpoint: Path, ranks: int, args: placement.Args) -> None:
+def _check_ranks(checkpoint: Path, saved_ranks: int, args: placement.Args) -> None:
     """Raises ``UsageError`` for a checkpoint of another number of ranks than the actor's: DeepSpeed refuses it."""
-    world = placement.world_size(args, "actor")
-    if ranks != world:
-        nodes, gpus = args["actor.num_nodes"], args["actor.num_gpus_per_node"]
+    ranks = placement.world_size(args, "actor")
+    if saved_ranks != ranks:
         raise UsageError(
-            f"{LOAD}: the checkpoint {checkpoint} is of {ranks} ranks, and --actor.num_nodes {nodes} ×"
-            f" --actor.num_gpus_per_node {gpus} are {world}. Train on {ranks} GPUs, or convert the checkpoint with"
-            f" DeepSpeed's ds_to_universal.py and add {_UNIVERSAL}."
+            f"{LOAD}: the checkpoint {checkpoint} is of {saved_ranks} ranks, and --actor.num_nodes"
+            f" {args['actor.num_nodes']} × --actor.num_gpus_per_node {args['actor.num_gpus_per_node']} are {ranks}."
+            f" Train on {saved_ranks} GPUs, or convert the checkpoint with DeepSpeed's ds_to_universal.py and add"
+            f" {_UNIVERSAL}."
         )
 
 
@@ -182,32 +177,38 @@ def resumed_step(flags: Flags) -> int:
 
 
 def _latest(flags: Flags) -> Path:
-    # OpenRLHF's actor and DeepSpeed give these names.
+    """The file with the name of the latest checkpoint: OpenRLHF's actor names its folder, DeepSpeed the file."""
     name = "latest_universal" if flags.has(_UNIVERSAL) else "latest"
     return Path(os.path.abspath(flags.value("--ckpt.path") or "."), "_actor", name)
 
 
 def check_output(flags: Flags, run: RunConfig) -> None:
     """Raises ``UsageError`` where a folder of the run or its log file can be neither made nor written, or is input."""
-    outputs = {"--run-dir": run.run_dir, "--log-file": run.log_file, **{flag: flags.value(flag) for flag in _OUTPUTS}}
-    inputs = {
-        Path(value).expanduser().resolve(): flag.name
-        for flag in flags
-        if flag.name.endswith(_READ) and flag.values
-        for value in flag.values[0].split(",")
-        if value
-    }
-    for flag, name in outputs.items():
+    inputs = {}
+    for flag in flags:
+        if flag.name.endswith(_INPUT_ENDINGS) and flag.values:
+            for name in flag.values[0].split(","):
+                if name:
+                    inputs[Path(name).expanduser().resolve()] = flag.name
+    outputs = {"--run-dir": run.run_dir, "--log-file": run.log_file}
+    for flag_name in _OUTPUTS:
+        outputs[flag_name] = flags.value(flag_name)
+    for flag_name, name in outputs.items():
         if not name:
             continue
         path = Path(name).expanduser()
-        if path.exists() and path.is_dir() == (flag == "--log-file"):
-            raise UsageError(f"{flag} {path}: is a {'folder' if path.is_dir() else 'file'}. Give another path.")
-        if path.resolve() in inputs:
-            raise UsageError(f"{flag} {path}: is what {inputs[path.resolve()]} reads. Give another path.")
-        base = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
-        if not (base.is_dir() or base == path) or not os.access(base, os.W_OK):
-            raise UsageError(f"{flag} {path}: {base} is no folder that may be written. Give another path.")
+        must_be_file = flag_name == "--log-file"
+        if path.is_dir() and must_be_file:
+            raise UsageError(f"{flag_name} {path}: is a folder. Give another path.")
+        if path.exists() and not path.is_dir() and not must_be_file:
+            raise UsageError(f"{flag_name} {path}: is a file. Give another path.")
+        reader = inputs.get(path.resolve())
+        if reader is not None:
+            raise UsageError(f"{flag_name} {path}: is what {reader} reads. Give another path.")
+        existing = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
+        can_hold_output = existing.is_dir() or existing == path
+        if not can_hold_output or not os.access(existing, os.W_OK):
+            raise UsageError(f"{flag_name} {path}: {existing} is no folder that may be written. Give another path.")
 
 
 # --- batches ----------------------------------------------------------------------------------------
@@ -217,51 +218,75 @@ _ROWS = "--data.max_samples"
 
 def check_batches(args: placement.Args) -> None:
     """Raises ``UsageError`` for batches that do not divide over the ranks, and for no room for a prompt."""
-    longest, generated = args["data.max_len"], args["rollout.max_new_tokens"]
+    _check_lengths(args)
+    for role, groups in placement.rank_groups(args).items():
+        _check_role(args, role, groups)
+    batch = args["train.batch_size"]
+    prompts = _prompts_per_step(args)
+    responses_per_prompt = args["rollout.n_samples_per_prompt"]
+    responses = prompts * responses_per_prompt
+    if args["train.dynamic_batch_enable"] and batch > responses:
+        raise UsageError(
+            f"--train.batch_size {batch} is more than the {responses} responses of a step, of which"
+            " --train.dynamic_batch_enable trains none then. Give at most as many."
+        )
+    if not trains_on_all_ranks(args, prompts):
+        raise UsageError(
+            f"{responses} responses of a step (--rollout.batch_size {prompts} ×"
+            f" --rollout.n_samples_per_prompt {responses_per_prompt}) do not divide over"
+            f" {placement.rank_groups(args)['actor']} ranks in micro-batches of {args['rollout.micro_batch_size']}"
+            f" (--rollout.micro_batch_size) and {args['train.micro_batch_size']} (--train.micro_batch_size), so ranks"
+            " would wait forever. Change one."
+        )
+
+
+def _check_lengths(args: placement.Args) -> None:
+    """Raises ``UsageError`` for a response, or its overlong buffer, that does not fit."""
+    longest = args["data.max_len"]
+    generated = args["rollout.max_new_tokens"]
     if generated is not None and generated >= longest:
         raise UsageError(
             f"--rollout.max_new_tokens {generated} leaves no room for a prompt in --data.max_len {longest}, the length"
             " of prompt and response together. Raise --data.max_len, or lower --rollout.max_new_tokens."
         )
-    if (args["reward.overlong_buffer_len"] or 0) > (generated or longest):
+    longest_response = generated or longest
+    overlong_buffer = args["reward.overlong_buffer_len"] or 0
+    if overlong_buffer > longest_response:
         raise UsageError(
-            f"--reward.overlong_buffer_len {args['reward.overlong_buffer_len']:g} must be at most the longest response,"
-            f" {generated or longest} tokens (--rollout.max_new_tokens). Give a fifth of it."
-        )
-    ring, tensor, batch = args["ds.ring_attn_size"], args["ds.tensor_parallel_size"], args["train.batch_size"]
-    for role, groups in placement.rank_groups(args).items():
-        world = placement.world_size(args, role)
-        if world % (ring * tensor):
-            ranks = f"the {world} ranks of --{role}.num_nodes × --{role}.num_gpus_per_node"
-            raise UsageError(f"--ds.ring_attn_size {ring} × --ds.tensor_parallel_size {tensor} must divide {ranks}.")
-        trained = role in ("actor", "critic")
-        if args["ds.zero_stage"] == 3 and trained and world % min(args["ds.zpg"], world):
-            raise UsageError(f"--ds.zpg {args['ds.zpg']} must divide the {world} ranks of --{role}. Leave it out.")
-        micro = 1 if trained and args["train.dynamic_batch_enable"] else args["train.micro_batch_size"]
-        unit = groups * micro
-        if batch % unit:
-            below = f"{batch // unit * unit} or " if batch > unit else ""
-            raise UsageError(
-                f"--train.batch_size {batch} must be a multiple of {unit}, {groups} ranks of --{role} ×"
-                f" --train.micro_batch_size {micro}. Fix: --train.batch_size {below}{ceil(batch / unit) * unit}."
-            )
-    prompts, responses = _step(args)
-    if args["train.dynamic_batch_enable"] and batch > prompts * responses:
-        whole = f"the {prompts * responses} responses of a step, of which --train.dynamic_batch_enable trains none then"
-        raise UsageError(f"--train.batch_size {batch} is more than {whole}. Give at most as many.")
-    if not trains_on_all_ranks(args, prompts):
-        raise UsageError(
-            f"{prompts * responses} responses of a step (--rollout.batch_size {prompts} ×"
-            f" --rollout.n_samples_per_prompt {responses}) do not divide over {placement.rank_groups(args)['actor']}"
-            f" ranks in micro-batches of {args['rollout.micro_batch_size']} (--rollout.micro_batch_size) and"
-            f" {args['train.micro_batch_size']} (--train.micro_batch_size), so ranks would wait forever. Change one."
+            f"--reward.overlong_buffer_len {overlong_buffer:g} must be at most the longest response,"
+            f" {longest_response} tokens (--rollout.max_new_tokens). Give a fifth of it."
         )
 
 
-def _step(args: placement.Args) -> tuple[int, int]:
-    """Prompts of a step, and responses to each."""
-    prompts = min(args["rollout.batch_size"], args["rollout.vllm_generate_batch_size"])
-    return prompts, args["rollout.n_samples_per_prompt"]
+def _check_role(args: placement.Args, role: str, groups: int) -> None:
+    """Raises ``UsageError`` where a role's ranks, or its batches, do not divide."""
+    ranks = placement.world_size(args, role)
+    ring = args["ds.ring_attn_size"]
+    tensor_parallel = args["ds.tensor_parallel_size"]
+    if ranks % (ring * tensor_parallel):
+        raise UsageError(
+            f"--ds.ring_attn_size {ring} × --ds.tensor_parallel_size {tensor_parallel} must divide the {ranks} ranks of"
+            f" --{role}.num_nodes × --{role}.num_gpus_per_node."
+        )
+    is_trained = role in ("actor", "critic")
+    if args["ds.zero_stage"] == 3 and is_trained and ranks % min(args["ds.zpg"], ranks):
+        raise UsageError(f"--ds.zpg {args['ds.zpg']} must divide the {ranks} ranks of --{role}. Leave it out.")
+    batch = args["train.batch_size"]
+    micro_batch = 1 if is_trained and args["train.dynamic_batch_enable"] else args["train.micro_batch_size"]
+    unit = groups * micro_batch
+    if batch % unit:
+        next_below = batch // unit * unit
+        next_above = next_below + unit
+        fitting = f"{next_below} or {next_above}" if next_below else f"{next_above}"
+        raise UsageError(
+            f"--train.batch_size {batch} must be a multiple of {unit}, {groups} ranks of --{role} ×"
+            f" --train.micro_batch_size {micro_batch}. Fix: --train.batch_size {fitting}."
+        )
+
+
+def _prompts_per_step(args: placement.Args) -> int:
+    """Prompts of a whole step."""
+    return min(args["rollout.batch_size"], args["rollout.vllm_generate_batch_size"])
 
 
 def trains_on_all_ranks(args: placement.Args, prompts: int) -> bool:
@@ -270,48 +295,68 @@ def trains_on_all_ranks(args: placement.Args, prompts: int) -> bool:
     OpenRLHF 0.11.2 deals micro-batches of the rollout out in equal runs, the last ones shorter
     (``RayActorGroup.async_run_method_batch``), and reduces once for each micro-batch of the training.
     """
-    responses, size, micro = prompts * _step(args)[1], args["rollout.micro_batch_size"], args["train.micro_batch_size"]
+    responses = prompts * args["rollout.n_samples_per_prompt"]
+    rollout_size = args["rollout.micro_batch_size"]
+    train_size = args["train.micro_batch_size"]
     for role, groups in placement.rank_groups(args).items():
-        if args["train.dynamic_batch_enable"]:  # which agrees on the number of micro-batches
-            fits = responses >= groups
-        else:
-            batches = ceil(responses / size)
-            each = ceil(batches / groups) * size
-            trained = {max(min(responses - rank * each, each), 0) // micro for rank in range(groups)}
-            fits = batches >= groups and (len(trained) == 1 or role in ("ref", "reward"))
-        if not fits and groups > 1:
+        if groups == 1:
+            continue
+        if args["train.dynamic_batch_enable"]:  # with it the ranks agree on a number of micro-batches
+            if responses < groups:
+                return False
+            continue
+        rollout_batches = ceil(responses / rollout_size)
+        if rollout_batches < groups:
+            return False
+        if role in ("ref", "reward"):  # which are not trained
+            continue
+        responses_per_group = ceil(rollout_batches / groups) * rollout_size
+        trained_batches = set()
+        for group in range(groups):
+            left = max(responses - group * responses_per_group, 0)
+            trained_batches.add(min(left, responses_per_group) // train_size)
+        if len(trained_batches) > 1:
             return False
     return True
 
 
 def _may_hang(args: placement.Args) -> bool:
     """Whether a step of fewer prompts than a whole one may hang."""
-    return not all(trains_on_all_ranks(args, prompts) for prompts in range(1, _step(args)[0]))
+    return not all(trains_on_all_ranks(args, prompts) for prompts in range(1, _prompts_per_step(args)))
 
 
-def _rows(flags: Flags, args: placement.Args) -> int | None:
+def _row_count(flags: Flags, args: placement.Args) -> int | None:
     """Rows that a pass goes through; None where they are not known."""
-    counted = rows_of("--data.prompt_dataset", flags)
-    if counted is None or (len(counted) > 1 and args["data.prompt_probs"]):
+    counts = rows_of("--data.prompt_dataset", flags)
+    if counts is None or (len(counts) > 1 and args["data.prompt_probs"]):
         return None
-    most = args["data.max_samples"]
-    return min(most, sum(min(most, rows) for rows in counted))
+    limit = args["data.max_samples"]
+    return min(limit, sum(min(limit, count) for count in counts))
 
 
-def _fitting(args: placement.Args, rows: int) -> int:
-    """The largest number of rows, at most these, of which no step hangs."""
-    whole, _ = _step(args)
-    return next(n for n in range(rows, -1, -1) if n % whole == 0 or trains_on_all_ranks(args, n % whole))
+def _largest_fitting(args: placement.Args, rows: int) -> int:
+    """The largest number of rows, at most ``rows``, of which no step hangs."""
+    prompts = _prompts_per_step(args)
+    for count in range(rows, 0, -1):
+        last_step = count % prompts
+        if last_step == 0 or trains_on_all_ranks(args, last_step):
+            return count
+    return 0
 
 
 def row_limit(flags: Flags) -> dict[str, Default]:
     """``--data.max_samples`` where the last step of a pass would hang."""
-    with suppress(UsageError):  # a rule says it
+    with suppress(UsageError):  # which `check_batches` raises again as a rule of its own
         args = flags.args
         check_batches(args)
-        rows = _rows(flags, args) if _may_hang(args) and not flags.has(_ROWS) else None
-        fitting = 0 if rows is None else _fitting(args, rows)
-        return {_ROWS: str(fitting)} if fitting not in (0, rows) else {}
+        if flags.has(_ROWS) or not _may_hang(args):
+            return {}
+        rows = _row_count(flags, args)
+        if rows is None:
+            return {}
+        fitting = _largest_fitting(args, rows)
+        if fitting not in (0, rows):
+            return {_ROWS: str(fitting)}
     return {}
 
 
@@ -321,8 +366,10 @@ def check_rows(flags: Flags) -> str | None:
     OpenRLHF counts a run's steps in whole batches of a pass, and its learning rate ends with them.
     """
     args = flags.args
-    whole, responses = _step(args)
-    rows, batch = _rows(flags, args), args["train.batch_size"]
+    prompts = _prompts_per_step(args)
+    responses = args["rollout.n_samples_per_prompt"]
+    batch = args["train.batch_size"]
+    rows = _row_count(flags, args)
     epochs = args["train.num_episodes"] * args["train.max_epochs"]  # over which DeepSpeed accumulates
     if rows is not None and rows * responses * epochs < batch:
         raise UsageError(
@@ -332,28 +379,36 @@ def check_rows(flags: Flags) -> str | None:
     if not _may_hang(args):
         return None
     if rows is None:
-        hangs = "A last step hangs if its responses do not divide over the ranks"
-        return f"not checked: how many rows the data has. {hangs}; {_ROWS} with a multiple of {whole} prevents it."
-    fitting = _fitting(args, rows)
+        return (
+            "not checked: how many rows the data has. A last step hangs if its responses do not divide over the ranks;"
+            f" {_ROWS} with a multiple of {prompts} prevents it."
+        )
+    fitting = _largest_fitting(args, rows)
     if fitting != rows:
-        fix = f"{_ROWS} {fitting}" if fitting else f"a smaller --rollout.batch_size than {whole}, or more rows"
-        last = f"the last step of {rows} rows has {rows % whole} prompts × {responses} responses, which do not divide"
-        raise UsageError(f"{last} over {placement.rank_groups(args)['actor']} ranks: it would hang. Fix: {fix}.")
+        fix = f"a smaller --rollout.batch_size than {prompts}, or more rows" if fitting == 0 else f"{_ROWS} {fitting}"
+        raise UsageError(
+            f"the last step of {rows} rows has {rows % prompts} prompts × {responses} responses, which do not divide"
+            f" over {placement.rank_groups(args)['actor']} ranks: it would hang. Fix: {fix}."
+        )
     return None
 
 
 def last_step_notes(flags: Flags, run: RunConfig) -> list[str]:
     """Warnings about the last step of a pass: rows that are left out, or that it may hang."""
-    args, told = flags.args, []
-    with suppress(UsageError):
-        told = [line] if (line := check_rows(flags)) else []
-    if not told and _ROWS in flags.added:
-        undivided = f"responses that do not divide over {placement.rank_groups(args)['actor']} ranks"
-        why = f"since the last step of a pass would hang with {undivided}"
-        told.append(f"{_ROWS} {flags.value(_ROWS)} is added, {why}; it bounds the rows of the evaluation too.")
+    args = flags.args
+    notes = []
+    with suppress(UsageError):  # which the check of the rows raises as a rule of its own
+        not_checked = check_rows(flags)
+        if not_checked is not None:
+            notes.append(not_checked)
+    if not notes and _ROWS in flags.added:
+        notes.append(
+            f"{_ROWS} {flags.value(_ROWS)} is added, since the last step of a pass would hang with responses that do"
+            f" not divide over {placement.rank_groups(args)['actor']} ranks; it bounds the rows of the evaluation too."
+        )
     if args["algo.dynamic_filtering_enable"] and _may_hang(args):
-        told.append(
+        notes.append(
             "--algo.dynamic_filtering_enable: the last step takes the remaining prompts, and hangs where their"
             " responses do not divide over the ranks. Add --train.dynamic_batch_enable, which prevents it."
         )
-    return told
+    return notes

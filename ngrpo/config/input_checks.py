@@ -7,13 +7,15 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+from ngrpo.config import dataset_file
+from ngrpo.config.dataset_file import CHECKED_ROWS, ColumnNames, DatasetFile, Example
 from ngrpo.config.features import MODEL
 from ngrpo.config.run import RunConfig
 from ngrpo.machine.models import architecture, conversation, packaged
-from ngrpo.machine.models.conversation import PICTURES, TOOLS
-from ngrpo.machine.storage.datafiles import ENDINGS, is_nothing, read_rows
+from ngrpo.machine.models.conversation import TOOLS, ValueKind
+from ngrpo.machine.storage.datafiles import ENDINGS
 from ngrpo.machine.storage.result_folder import read_json
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.methods.policy_noises.base import PolicyNoise
@@ -25,25 +27,10 @@ from perturbations.gates.default import protected_ids
 
 DATASETS = {"--data.prompt_dataset": "--data.prompt_split", "--eval.dataset": "--eval.split"}
 """The flags of datasets, each with that of its split."""
-_CHECKED = 100_000  # rows that are looked at before a run: a second or two
-_SHAPES = 64  # prompts that are kept to be rendered
+# Endings of data files in a folder, which `datasets` loads.
 _IN_FOLDERS = (*ENDINGS, ".arrow", ".txt", ".gz", ".zst")
-_NOTHING, _EMPTY, _TEXT, _MESSAGES, _MARKED = "nothing", "empty", "a text", "chat messages", "a text with <image>"
-_WRITTEN = "chat messages written as a text"
-TEMPLATE, IMAGES = conversation.APPLY, "--data.max_images_per_prompt"
-
-
-class _Content(NamedTuple):
-    """What a file holds.
-
-    ``columns``: of each the first row of each kind of value. ``prompts``: a row, its prompt and its tools, of each form
-    of conversation. ``longest``: the same of the row with the most characters.
-    """
-
-    columns: dict[str, dict[str, int]]
-    rows: int
-    prompts: dict[tuple[Any, ...], tuple[int, Any, dict[str, Any]]]
-    longest: tuple[int, Any, dict[str, Any]]
+TEMPLATE = conversation.APPLY
+IMAGES = "--data.max_images_per_prompt"
 
 
 def check_files(flags: Flags) -> None:
@@ -55,53 +42,102 @@ def check_files(flags: Flags) -> None:
     """
     if not flags.value("--data.prompt_dataset"):
         raise UsageError("no prompts: give --task arithmetic, or --data.prompt_dataset with a file or hub dataset.")
-    for flag, split in DATASETS.items():
+    for flag, split_flag in DATASETS.items():
+        split = flags.value(split_flag) or "train"
         for name in local_files(flag, flags.value(flag)):
-            if (given := flags.value(split) or "train") != "train":
-                raise UsageError(f"{split} {given}: a file such as {name} has the split train alone. Leave it out.")
+            if split != "train":
+                raise UsageError(
+                    f"{split_flag} {split}: a file such as {name} has the split train alone. Leave it out."
+                )
             _check_file(flag, name, flags)
 
 
 def _check_file(flag: str, name: str, flags: Flags) -> None:
     """Raises ``UsageError`` as :func:`check_files`."""
-    columns = _read(flag, name, flags).columns
-    subject, (prompt, label, images) = f"{flag} {name}", _columns(flags)
+    content = dataset_file.read(flag, name, flags)
+    subject = f"{flag} {name}"
+    names = ColumnNames.of(flags)
     if name.startswith("~"):
         raise UsageError(f"{subject}: OpenRLHF does not expand '~'. Write {Path(name).expanduser()}.")
-    if prompt == label:
-        raise UsageError(f"--data.label_key {label}: is the column of the prompts too. Name the column of answers.")
-    for column_flag, column in (("--data.input_key", prompt), ("--data.label_key", label)):
-        if column and column not in columns:
-            fix = f"Its columns: {', '.join(columns)}. Name the right one with {column_flag}."
-            raise UsageError(f"{subject} has no column {column!r} ({column_flag}).{nearest(column, columns)} {fix}")
-        if column and _NOTHING in columns[column]:
-            row = columns[column][_NOTHING]
-            raise UsageError(f"{subject}: row {row} has no {column!r} ({column_flag}). Give it one, or leave it out.")
-    shown = flags.value(IMAGES) not in (None, "0")
-    no_pictures = f"Add {IMAGES} N with a model that reads pictures, or leave the pictures out."
-    fixes = {_TEXT: "", _MARKED: "", _MESSAGES: f"Add {TEMPLATE}, or write the prompts as texts.", **conversation.FIXES}
-    if flags.has(TEMPLATE):
-        fixes[_MESSAGES] = ""
-        fixes[PICTURES] = fixes[_MARKED] = "" if shown else no_pictures
-    for kind, row in columns[prompt].items():
-        if fix := fixes.get(kind, conversation.PROMPT):
-            raise UsageError(f"{subject}: the input {prompt!r} is {kind} in row {row}. {fix}")
-    no_tools = "" if flags.has(TEMPLATE) else f"Add {TEMPLATE}, or leave the column out."
-    for column, fix in {images: "" if shown else no_pictures, TOOLS: no_tools}.items():
-        rows = [row for kind, row in columns.get(column, {}).items() if kind != _NOTHING]
-        if fix and rows and column not in (prompt, label):
-            raise UsageError(f"{subject}: row {rows[0]} has {column}, which no prompt shows. {fix}")
+    if names.prompt == names.label:
+        raise UsageError(
+            f"--data.label_key {names.label}: is the column of the prompts too. Name the column of answers."
+        )
+    _check_column(content, names.prompt, column_flag="--data.input_key", subject=subject)
+    if names.label:
+        _check_column(content, names.label, column_flag="--data.label_key", subject=subject)
+    _check_prompts(content, flags, subject=subject)
+    if names.images not in (names.prompt, names.label) and not _accepts_pictures(flags):
+        _check_unused(content, names.images, subject=subject, fix=_NO_PICTURES)
+    if TOOLS not in (names.prompt, names.label) and not flags.has(TEMPLATE):
+        _check_unused(content, TOOLS, subject=subject, fix=f"Add {TEMPLATE}, or leave the column out.")
+
+
+def _check_column(content: DatasetFile, name: str, *, column_flag: str, subject: str) -> None:
+    """Raises ``UsageError`` for a column that the file or one of its rows lacks."""
+    column = content.columns.get(name)
+    if column is None:
+        raise UsageError(
+            f"{subject} has no column {name!r} ({column_flag}).{nearest(name, content.columns)} Its columns:"
+            f" {', '.join(content.columns)}. Name the right one with {column_flag}."
+        )
+    row = column.first_rows.get(ValueKind.MISSING)
+    if row is not None:
+        raise UsageError(f"{subject}: row {row} has no {name!r} ({column_flag}). Give it one, or leave it out.")
+
+
+_NO_PICTURES = f"Add {IMAGES} N with a model that reads pictures, or leave the pictures out."
+
+
+def _accepts_pictures(flags: Flags) -> bool:
+    return flags.value(IMAGES) not in (None, "0")
+
+
+def _check_prompts(content: DatasetFile, flags: Flags, *, subject: str) -> None:
+    """Raises ``UsageError`` for the first kind of prompt that the run cannot render."""
+    prompt_column = ColumnNames.of(flags).prompt
+    for kind, row in content.columns[prompt_column].first_rows.items():
+        fix = _prompt_fix(kind, flags)
+        if fix:
+            raise UsageError(f"{subject}: the input {prompt_column!r} is {kind} in row {row}. {fix}")
+
+
+def _prompt_fix(kind: ValueKind, flags: Flags) -> str:
+    """What to do about prompts of a kind; empty for one that the run can render."""
+    has_template = flags.has(TEMPLATE)
+    if kind is ValueKind.TEXT:
+        return ""
+    if kind is ValueKind.MESSAGES:
+        return "" if has_template else f"Add {TEMPLATE}, or write the prompts as texts."
+    if kind is ValueKind.TEXT_WITH_IMAGE and not has_template:
+        return ""  # without a template the mark is text like any other
+    if kind in (ValueKind.TEXT_WITH_IMAGE, ValueKind.MESSAGES_WITH_PICTURES) and has_template:
+        return "" if _accepts_pictures(flags) else _NO_PICTURES
+    return kind.fix
+
+
+def _check_unused(content: DatasetFile, name: str, *, subject: str, fix: str) -> None:
+    """Raises ``UsageError`` for the first value of a column that no prompt shows."""
+    if name not in content.columns:
+        return
+    for kind, row in content.columns[name].first_rows.items():
+        if kind is not ValueKind.MISSING:
+            raise UsageError(f"{subject}: row {row} has {name}, which no prompt shows. {fix}")
 
 
 def label_note(flag: str, flags: Flags) -> str | None:
     """A warning about labels that are neither texts nor numbers, or empty, which only some rewards can read."""
     label = flags.value("--data.label_key")
-    for name in local_files(flag, flags.value(flag)) if label else ():
-        rows = _read(flag, name, flags).columns.get(label or "", {})
-        for kind in (_EMPTY, "a list", _MESSAGES, "an object"):
-            if kind in rows:
-                subject = f"{flag} {name}: the label {label!r} is {kind} in row {rows[kind]}"
-                return f"{subject}; the reward is given it as it is."
+    if not label:
+        return None
+    for name in local_files(flag, flags.value(flag)):
+        column = dataset_file.read(flag, name, flags).columns.get(label)
+        if column is None:
+            continue
+        for kind in (ValueKind.EMPTY, ValueKind.LIST, ValueKind.MESSAGES, ValueKind.OBJECT):
+            row = column.first_rows.get(kind)
+            if row is not None:
+                return f"{flag} {name}: the label {label!r} is {kind} in row {row}; the reward is given it as it is."
     return None
 
 
@@ -109,19 +145,29 @@ def rows_of(flag: str, flags: Flags) -> list[int] | None:
     """Rows of each of the named datasets; None where one is no file, is missing, or has more than are looked at."""
     value = flags.value(flag) or ""
     try:
-        rows = [_read(flag, name, flags).rows for name in local_files(flag, value)]
+        counts = [dataset_file.read(flag, name, flags).row_count for name in local_files(flag, value)]
     except UsageError:
         return None
-    return rows if len(rows) == len(value.split(",")) and max(rows, default=_CHECKED) < _CHECKED else None
+    all_are_files = len(counts) == len(value.split(","))
+    if not all_are_files or max(counts, default=CHECKED_ROWS) >= CHECKED_ROWS:
+        return None
+    return counts
 
 
-def prompts(flags: Flags, *, longest: bool = False) -> Iterator[tuple[str, Any, dict[str, Any]]]:
-    """Where a prompt is, a prompt and its tools: of each form of conversation in the files, or each file's longest."""
+def examples(flags: Flags) -> Iterator[tuple[str, Example]]:
+    """A row of each form of conversation in the files, each with its place."""
     for flag in DATASETS:
         for name in local_files(flag, flags.value(flag)):
-            content = _read(flag, name, flags)
-            for row, prompt, tools in [content.longest] if longest else content.prompts.values():
-                yield f"{flag} {name}: row {row}", prompt, tools
+            for example in dataset_file.read(flag, name, flags).examples:
+                yield f"{flag} {name}: row {example.row}", example
+
+
+def longest_examples(flags: Flags) -> Iterator[tuple[str, Example]]:
+    """The row with the longest prompt of each file, with its place."""
+    for flag in DATASETS:
+        for name in local_files(flag, flags.value(flag)):
+            example = dataset_file.read(flag, name, flags).longest
+            yield f"{flag} {name}: row {example.row}", example
 
 
 def is_checked(flag: str, value: str) -> bool:
@@ -135,19 +181,25 @@ def local_files(flag: str, value: str | None) -> Iterator[str]:
     Raises:
         UsageError: for a name that OpenRLHF could not load: a folder without data, or a file of another kind.
     """
-    for given in (part.strip() for part in value.split(",")) if value else ():
-        name, at, part = given.partition("@")
-        path = Path(name := name.strip()).expanduser()
+    if not value:
+        return
+    for word in value.split(","):
+        word = word.strip()
+        name, at, part = word.partition("@")
+        name = name.strip()
+        path = Path(name).expanduser()
         if not name:
             raise UsageError(f"{flag} {value}: a name is missing before or after a comma. Leave the comma out.")
         if at and path.is_file():
-            raise UsageError(f"{flag} {given}: a file has no part {part!r}. Leave it out: {name}.")
+            raise UsageError(f"{flag} {word}: a file has no part {part!r}. Leave it out: {name}.")
         # OpenRLHF 0.11.2 (datasets/utils.py) loads files of our endings and .arrow; all else is a folder or a hub name.
         if path.is_dir() and not any(file.suffix in _IN_FOLDERS for file in path.rglob("*")):
-            fix = "Give a file, or a folder that holds some."
-            raise UsageError(f"{flag} {name}: the folder holds no data files ({', '.join(_IN_FOLDERS)}). {fix}")
+            raise UsageError(
+                f"{flag} {name}: the folder holds no data files ({', '.join(_IN_FOLDERS)}). Give a file, or a folder"
+                " that holds some."
+            )
         if path.suffix in ENDINGS or (path.suffix == ".arrow" and not path.exists()):
-            yield name  # a missing file is told where it is read
+            yield name  # reading a missing file raises an error with a name that is like it
         elif path.exists() and not path.is_dir() and path.suffix != ".arrow":
             raise UsageError(
                 f"{flag} {name}: is no dataset; OpenRLHF reads files that end in {', '.join((*ENDINGS, '.arrow'))}."
@@ -155,63 +207,6 @@ def local_files(flag: str, value: str | None) -> Iterator[str]:
             )
         elif not path.exists() and name.startswith(("/", ".", "~")):
             raise UsageError(f"{flag} {name}: there is no such folder. Give an existing file or a hub dataset.")
-
-
-def _columns(flags: Flags) -> tuple[str, str, str]:
-    """The columns of prompts, labels and pictures."""
-    keys = ("--data.input_key", "--data.label_key", "--data.image_key")
-    prompt, label, images = (flags.value(key) or "" for key in keys)
-    return prompt or "input", label, images or "images"
-
-
-def _read(flag: str, name: str, flags: Flags) -> _Content:
-    path = Path(name).expanduser()
-    return _read_once(flag, name, _columns(flags), path.stat().st_mtime_ns if path.is_file() else 0)
-
-
-@lru_cache  # a comparison checks the same file for each of its strategies
-def _read_once(flag: str, name: str, keys: tuple[str, str, str], mtime: int) -> _Content:
-    rows, (prompt, label, images) = read_rows(flag, name, _CHECKED), keys
-    columns: dict[str, dict[str, int]] = {column: {} for row in rows for column in row}
-    kept: dict[tuple[Any, ...], tuple[int, Any, dict[str, Any]]] = {}
-    longest, most = (0, None, {}), -1
-    for number, row in enumerate(rows, start=1):
-        try:
-            tools = {} if TOOLS in (prompt, label) else conversation.tools_of(row)
-        except UsageError as error:
-            raise UsageError(f"{flag} {name}: row {number}: {error}") from None
-        for column, kinds in columns.items():
-            value = row.get(column)
-            if column not in (prompt, label) and (value == [] or (column in (TOOLS, images) and not value)):
-                value = None
-            kind = _kind(value, of_prompt=column == prompt)
-            kinds.setdefault(kind, number)
-            if column == prompt and kind in (_TEXT, _MESSAGES) and len(kept) < _SHAPES:
-                parts = value if isinstance(value, list) else ()
-                form = (bool(tools), *((p["role"], type(p.get("content")), bool(p.get("tool_calls"))) for p in parts))
-                kept.setdefault(form, (number, value, tools))
-        if (size := len(str(row.get(prompt)))) > most:
-            longest, most = (number, row.get(prompt), tools), size
-    return _Content(columns, len(rows), kept, longest)
-
-
-def _kind(value: object, *, of_prompt: bool) -> str:
-    """A word for the kind of a value; of prompts there are more."""
-    if isinstance(value, list):
-        kind = conversation.fault(value) or _MESSAGES
-        return kind if of_prompt or kind != conversation.ANSWERED else _MESSAGES
-    if isinstance(value, str):
-        if of_prompt and value.lstrip().startswith(('[{"role"', "[{'role'")):
-            return _WRITTEN
-        if of_prompt and "<image>" in value:
-            return _MARKED
-        return _TEXT if value.strip() else _EMPTY
-    if isinstance(value, bool):
-        return "true or false"
-    if is_nothing(value):
-        return _NOTHING
-    kinds = ((dict, "an object"), ((int, float), "a number"))
-    return next((word for kind, word in kinds if isinstance(value, kind)), f"a {type(value).__name__}")
 
 
 # --- models -----------------------------------------------------------------------------------------
@@ -235,8 +230,10 @@ def check_options(flags: Flags, run: RunConfig) -> str | None:
         return check_model(name_of(flags), run.perturbation, run.policy_noise)
     if model in packaged.PACKAGED:
         return f"not checked: the folder of {model} is made when it is first used."
-    taken = f"there is no folder {model!r}, so it is taken for a model of the hub"
-    return f"not checked: {taken}; whether the hub has it is asked when the run starts."
+    return (
+        f"not checked: there is no folder {model!r}, so it is taken for a model of the hub; whether the hub has it is"
+        " asked when the run starts."
+    )
 
 
 def check_model(folder: str, perturbation: Perturbation | None, noise: PolicyNoise | None = None) -> str | None:
@@ -245,10 +242,10 @@ def check_model(folder: str, perturbation: Perturbation | None, noise: PolicyNoi
     Raises:
         UsageError: where an option, such as k, does not fit the vocabulary, or no weight gets noise.
     """
-    config = Path(folder) / "config.json"
-    if perturbation is not None and config.is_file():
-        values = architecture.read_config(config)
-        vocabulary = values.get("vocab_size") or values.get("text_config", {}).get("vocab_size")
+    config_path = Path(folder) / "config.json"
+    if perturbation is not None and config_path.is_file():
+        config = architecture.read_config(config_path)
+        vocabulary = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
         if isinstance(vocabulary, int):
             protected_ids(perturbation.protect, vocabulary)
             perturbation.check_model(vocabulary)
@@ -266,40 +263,67 @@ def check_folder(flags: Flags, run: RunConfig) -> str | None:
     A run that is only planned needs the config.json alone; then the result says what was not checked.
     """
     name = name_of(flags)
-    path = architecture.find_config(name)
-    if path is None:
-        return None  # another rule says so
-    config = architecture.read_config(path)
-    text = nested if isinstance(nested := config.get("text_config"), Mapping) else config
-    longest, limits = int(flags.or_default(_LENGTH)), [text[key] for key in _CONTEXT if isinstance(text.get(key), int)]
-    allowed = os.environ.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN") == "1"
-    # A scaling of the positions makes the context longer than config.json says.
-    scaling = text.get("rope_scaling") or text.get("rope_parameters") or {}
-    kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    stretched = kind not in ("default", "llama3") or any(isinstance(part, Mapping) for part in scaling.values())
-    if limits and longest > min(limits) and not stretched and not allowed:
-        subject = f"{_LENGTH} {longest}: the model {name}"
-        raise UsageError(f"{subject} has a context of {min(limits)} tokens. Give {_LENGTH} {min(limits)} or less.")
-    if flags.value(IMAGES) not in (None, "0") and "vision_config" not in config:
+    config_path = architecture.find_config(name)
+    if config_path is None:
+        return None  # `rules` has a check of its own for a model that is not there
+    config = architecture.read_config(config_path)
+    _check_context(name, config, int(flags.or_default(_LENGTH)))
+    if _accepts_pictures(flags) and "vision_config" not in config:
         raise UsageError(f"{IMAGES}: the model {name} reads no pictures. Leave the flag out, or give an image model.")
     folder = Path(name).expanduser()
     if not folder.is_dir():
         return None
-    ending = "safetensors" if any(folder.glob("*.safetensors*")) else "bin"  # which transformers and vLLM load
-    weights = [file for file in folder.glob(f"*.{ending}") if file.exists()]
-    for index in folder.glob(f"*.{ending}.index.json"):
-        named = set((read_json(index) or {}).get("weight_map", {}).values())
-        if absent := sorted(named - {file.name for file in weights}):
-            raise UsageError(f"model {name}: {index.name} names {absent[0]}, which is missing. Download it again.")
-    for file in weights:
-        with file.open("rb") as opened:
-            if opened.read(16) in (b"", b"version https://"):
-                raise UsageError(f"model {name}: {file.name} holds no weights. Download it again, with Git LFS.")
-    missing = [] if weights else ["weights (*.safetensors)"]
-    missing += [] if any(any(folder.glob(pattern)) for pattern in _TOKENIZERS) else ["tokenizer"]
-    if missing and run.machine is None:
+    weights = _weight_files(folder, model=name)
+    missing = []
+    if not weights:
+        missing.append("weights (*.safetensors)")
+    if not any(any(folder.glob(pattern)) for pattern in _TOKENIZERS):
+        missing.append("tokenizer")
+    if not missing:
+        return None
+    if run.machine is None:
         raise UsageError(f"model folder {name} has no {' and no '.join(missing)}. Download the whole model.")
-    return f"not checked: the folder has no {' and no '.join(missing)}, which a run needs." if missing else None
+    return f"not checked: the folder has no {' and no '.join(missing)}, which a run needs."
+
+
+def _check_context(model: str, config: Mapping[str, Any], longest: int) -> None:
+    """Raises ``UsageError`` where the longest sequence of the run exceeds the model's context."""
+    if os.environ.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN") == "1":
+        return
+    text_config = config.get("text_config")
+    if not isinstance(text_config, Mapping):
+        text_config = config
+    limits = [text_config[key] for key in _CONTEXT if isinstance(text_config.get(key), int)]
+    if limits and longest > min(limits) and not _scales_positions(text_config):
+        raise UsageError(
+            f"{_LENGTH} {longest}: the model {model} has a context of {min(limits)} tokens. Give {_LENGTH}"
+            f" {min(limits)} or less."
+        )
+
+
+def _scales_positions(text_config: Mapping[str, Any]) -> bool:
+    """Whether a scaling of the positions makes the context longer than the config.json says."""
+    scaling = text_config.get("rope_scaling") or text_config.get("rope_parameters") or {}
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    has_scaling_per_layer = any(isinstance(value, Mapping) for value in scaling.values())
+    return kind not in ("default", "llama3") or has_scaling_per_layer
+
+
+def _weight_files(folder: Path, *, model: str) -> list[Path]:
+    """The files of weights that transformers and vLLM would load; raises ``UsageError`` for a missing or empty one."""
+    ending = "safetensors" if any(folder.glob("*.safetensors*")) else "bin"
+    files = [file for file in folder.glob(f"*.{ending}") if file.exists()]
+    present = {file.name for file in files}
+    for index in folder.glob(f"*.{ending}.index.json"):
+        weight_map = (read_json(index) or {}).get("weight_map", {})
+        absent = sorted(set(weight_map.values()) - present)
+        if absent:
+            raise UsageError(f"model {model}: {index.name} names {absent[0]}, which is missing. Download it again.")
+    for file in files:
+        with file.open("rb") as opened:
+            if opened.read(16) in (b"", b"version https://"):  # a pointer of Git LFS begins so
+                raise UsageError(f"model {model}: {file.name} holds no weights. Download it again, with Git LFS.")
+    return files
 
 
 def check_template(flags: Flags, run: RunConfig) -> str | None:
@@ -314,23 +338,30 @@ def check_template(flags: Flags, run: RunConfig) -> str | None:
     if not flags.has(TEMPLATE) or not (folder / "tokenizer_config.json").is_file():
         return None
     if not _has_template(folder):
-        fix = "Use a model that has one, or leave the flag out and give prompts as texts."
-        raise UsageError(f"{TEMPLATE}: the tokenizer in {folder} has no chat template. {fix}")
+        raise UsageError(
+            f"{TEMPLATE}: the tokenizer in {folder} has no chat template. Use a model that has one, or leave the flag"
+            " out and give prompts as texts."
+        )
     try:
         tokenizer = _tokenizer(str(folder))
-        plain = conversation.rendered(tokenizer, "x")
+        rendered_letter = conversation.rendered(tokenizer, "x")
     except Exception as error:  # of any library or template: the run loads it again
         return f"not checked: the tokenizer in {folder} could not be used ({error})."
     conversation.rendered(tokenizer, "x", arguments)
-    for where, prompt, tools in prompts(flags):
+    # The special tokens that the template writes around a text; a text that has them already would get them twice.
+    marks = [token for token in tokenizer.all_special_tokens if token in rendered_letter]
+    for place, example in examples(flags):
         try:
-            conversation.rendered(tokenizer, prompt, {**arguments, **tools})
+            conversation.rendered(tokenizer, example.prompt, {**arguments, **example.tools})
         except UsageError as error:
-            raise UsageError(f"{where}: {error} (model {folder})") from None
-        marks = [mark for mark in tokenizer.all_special_tokens if mark in plain and mark in str(prompt)]
-        if isinstance(prompt, str) and marks:
-            fix = f"Leave {TEMPLATE} out, or give the bare text."
-            raise UsageError(f"{where}: the prompt has {marks[0]} of the chat template already. {fix}")
+            raise UsageError(f"{place}: {error} (model {folder})") from None
+        if isinstance(example.prompt, str):
+            for mark in marks:
+                if mark in example.prompt:
+                    raise UsageError(
+                        f"{place}: the prompt has {mark} of the chat template already. Leave {TEMPLATE} out, or give"
+                        " the bare text."
+                    )
     return None
 
 
@@ -338,10 +369,11 @@ def template_notes(flags: Flags, run: RunConfig) -> Iterator[str]:
     """A warning about a training without the chat template that a local tokenizer has."""
     folder = Path(name_of(flags)).expanduser()
     if not flags.has(TEMPLATE) and _has_template(folder):
-        ((flag, text),) = conversation.flags_like(flags).items()
+        like_training = conversation.flags_like(flags)
+        in_words = " ".join(f"{flag} {shlex.quote(value)}" for flag, value in like_training.items())
         yield (
             f"prompts reach the model without its chat template, which ngrpo eval and diagnose use. Add {TEMPLATE}, or"
-            f" evaluate with {flag} {shlex.quote(text)}."
+            f" evaluate with {in_words}."
         )
 
 
@@ -353,19 +385,25 @@ def _has_template(folder: Path) -> bool:
 
 def cut_notes(flags: Flags, run: RunConfig) -> Iterator[str]:
     """A warning for each file with a prompt that leaves no room for its response: its first tokens are left out."""
-    folder, room = Path(name_of(flags)).expanduser(), int(flags.or_default(_LENGTH))
-    room -= int(flags.value("--rollout.max_new_tokens") or 1)
+    folder = Path(name_of(flags)).expanduser()
     if not (folder / "tokenizer_config.json").is_file():
         return
-    with suppress(Exception):  # of any tokenizer or file, which a rule reports
-        for where, prompt, tools in prompts(flags, longest=True):
-            if tools or len(str(prompt).encode()) > room:
-                tokenizer = _tokenizer(str(folder))
-                text = conversation.rendered(tokenizer, prompt, tools) if flags.has(TEMPLATE) else str(prompt)
-                if (tokens := len(tokenizer(text, add_special_tokens=False)["input_ids"])) > room:
-                    too_long = f"the prompt has {tokens} tokens. {_LENGTH} leaves room for {room}"
-                    cut = f"its first {tokens - room} are left out, and those of other long prompts"
-                    yield f"{where}: {too_long}, so that {cut}."
+    room = int(flags.or_default(_LENGTH)) - int(flags.value("--rollout.max_new_tokens") or 1)
+    with suppress(Exception):  # of any tokenizer or file: `check_template` and `check_files` report those
+        for place, example in longest_examples(flags):
+            # A token has at least a byte, so a shorter text fits without being tokenized.
+            if not example.tools and len(str(example.prompt).encode()) <= room:
+                continue
+            tokenizer = _tokenizer(str(folder))
+            text = str(example.prompt)
+            if flags.has(TEMPLATE):
+                text = conversation.rendered(tokenizer, example.prompt, example.tools)
+            tokens = len(tokenizer(text, add_special_tokens=False)["input_ids"])
+            if tokens > room:
+                yield (
+                    f"{place}: the prompt has {tokens} tokens. {_LENGTH} leaves room for {room}, so that its first"
+                    f" {tokens - room} are left out, and those of other long prompts."
+                )
 
 
 @lru_cache(maxsize=1)

@@ -12,7 +12,8 @@ from perturbations import UsageError, registry
 
 MODE = "perturbed"
 """Name of our trainer among verl's (trainer.v1.trainer_mode)."""
-_ROLLOUT, _ACTOR = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
+_ROLLOUT = "actor_rollout_ref.rollout"
+_ACTOR = "actor_rollout_ref.actor"
 # Flag of OpenRLHF to key of verl, where the value is the same.
 _SAME = {
     "--actor.model_name_or_path": "actor_rollout_ref.model.path",
@@ -27,11 +28,16 @@ _SAME = {
     "--actor.loss_agg_mode": f"{_ACTOR}.loss_agg_mode",
     "--vllm.tensor_parallel_size": f"{_ROLLOUT}.tensor_model_parallel_size",
 }
-_CLIP, _CLIPS, _BATCH = "--actor.eps_clip", "--actor.eps_clip_low_high", "--train.batch_size"
-_KL_LOSS, _KL_KIND = "--algo.kl.use_loss", "--algo.kl.estimator"
-_TRANSLATED = {*_SAME, ESTIMATOR, LOSS, KL, _KL_LOSS, _KL_KIND, _CLIP, _CLIPS, _BATCH}
-_OWN = ("--ckpt.", "--logger.")  # of each trainer
-_UNTRANSLATED = ("reproducible", "eval_at_start", "report_groups", "task")  # settings of a run that verl lacks
+_CLIP = "--actor.eps_clip"
+_CLIP_BOUNDS = "--actor.eps_clip_low_high"
+_BATCH = "--train.batch_size"
+_KL_LOSS = "--algo.kl.use_loss"
+_KL_ESTIMATOR = "--algo.kl.estimator"
+_TRANSLATED = {*_SAME, ESTIMATOR, LOSS, KL, _KL_LOSS, _KL_ESTIMATOR, _CLIP, _CLIP_BOUNDS, _BATCH}
+# OpenRLHF's and verl's checkpoints and logs have settings of their own, so nothing is said about these flags.
+_OF_EACH_TRAINER = ("--ckpt.", "--logger.")
+# Settings of a run that verl lacks.
+_UNTRANSLATED_SETTINGS = ("reproducible", "eval_at_start", "report_groups", "task")
 
 
 def of_run(run: RunConfig, flags: Flags) -> tuple[list[str], list[str]]:
@@ -40,55 +46,113 @@ def of_run(run: RunConfig, flags: Flags) -> tuple[list[str], list[str]]:
     Raises:
         UsageError: for methods, estimators and losses that verl lacks, and for flags that would change our advantage.
     """
-    of_openrlhf = [kind.flag for kind in kinds.run_level_kinds() if kind.name in run.specs and kind.name != "advantage"]
-    of_openrlhf += [f"--sampling.{name}" for name in run.sampling.given() if name != "top_k"]
-    if of_openrlhf:
-        raise UsageError(f"--print verl: {of_openrlhf[0]} is of OpenRLHF's trainer. Leave it out.")
+    _check_methods(run)
     overrides: dict[str, object] = {key: flags.value(flag) for flag, key in _SAME.items() if flags.has(flag)}
-    overrides |= {f"{_ROLLOUT}.{name}": value for name, value in run.engine_limits.items()}
+    for name, value in run.engine_limits.items():
+        overrides[f"{_ROLLOUT}.{name}"] = value
     for name, value in conversation.template_arguments(run.chat_template_kwargs).items():
         overrides[f"+data.apply_chat_template_kwargs.{name}"] = value
     if run.sampling.top_k:
         overrides[f"{_ROLLOUT}.top_k"] = run.sampling.top_k
     compatibility.check(compatibility.VERL_ADVANTAGE, Combination(run=run, flags=flags))
     if run.advantage is None:
-        estimator = flags.or_default(ESTIMATOR)
-        if estimator != "group_norm":
-            default = "" if flags.has(ESTIMATOR) else " (OpenRLHF's default)"
-            fix = "Set it, or take --preset grpo or an --advantage."
-            raise UsageError(f"--print verl: {ESTIMATOR} {estimator}{default} is not translated; group_norm is. {fix}")
+        _check_estimator(flags)
         overrides["algorithm.adv_estimator"] = "grpo"
-    if _one_of(flags, LOSS, {"ppo": "vanilla", "gspo": "gspo"}) == "gspo":
+    if _translated(flags, LOSS, {"ppo": "vanilla", "gspo": "gspo"}) == "gspo":
         overrides[f"{_ACTOR}.policy_loss.loss_mode"] = "gspo"
     if flags.has(_BATCH):  # OpenRLHF counts responses, verl prompts
-        responses, each = (int(flags.value(f) or 1) for f in (_BATCH, "--rollout.n_samples_per_prompt"))
-        overrides[f"{_ACTOR}.ppo_mini_batch_size"] = max(responses // each, 1)
-    clips = [(flags.value(_CLIP),) * 2, *(flag.values for flag in flags if flag.name == _CLIPS)][-1]
-    if len(clips) != 2:
-        raise UsageError(f"{_CLIPS} {' '.join(clips)}".rstrip() + ": must be two numbers, the lower one first.")
-    if clips[0] is not None:
-        overrides |= dict(zip((f"{_ACTOR}.clip_ratio_low", f"{_ACTOR}.clip_ratio_high"), clips))
-    if coefficient := float(flags.or_default(KL)):
-        kind = _one_of(flags, _KL_KIND, {"k1": "kl", "k2": "mse", "k3": "low_var_kl"}) or "kl"
-        keys = (f"{_ACTOR}.use_kl_loss", f"{_ACTOR}.kl_loss_coef", f"{_ACTOR}.kl_loss_type")
-        if not flags.has(_KL_LOSS):
-            keys = ("algorithm.use_kl_in_reward", "algorithm.kl_ctrl.kl_coef", "algorithm.kl_penalty")
-        overrides |= dict(zip(keys, (True, coefficient, kind)))
+        batch = int(flags.value(_BATCH) or 1)
+        responses_per_prompt = int(flags.value("--rollout.n_samples_per_prompt") or 1)
+        overrides[f"{_ACTOR}.ppo_mini_batch_size"] = max(batch // responses_per_prompt, 1)
+    overrides |= _of_clip(flags)
+    overrides |= _of_kl(flags)
     lines = [f"{key}={hydra(value)}" for key, value in overrides.items()]
     if run.advantage is not None:
-        spec = dict(run.specs["advantage"])
-        lines += [f"algorithm.adv_estimator={spec.pop('name')}"]
-        lines += [f"+advantage.{name}={hydra(value)}" for name, value in spec.items()]
+        options = dict(run.specs["advantage"])
+        lines.append(f"algorithm.adv_estimator={options.pop('name')}")
+        lines += [f"+advantage.{name}={hydra(value)}" for name, value in options.items()]
     if run.spec is not None:
-        usual = registry.create(run.spec["name"]).spec()
-        own = {name: value for name, value in run.spec.items() if name == "name" or usual.get(name) != value}
-        settings = {"gap_limit": (run.gap_limit, RunConfig.gap_limit), "strict": (run.strict, RunConfig.strict)}
-        own |= {name: value for name, (value, default) in settings.items() if value != default}
-        lines += of_perturbation(own)
-    left = [" ".join(flag.argv) for flag in flags if flag.name not in _TRANSLATED and not flag.name.startswith(_OWN)]
-    ours = ((flag, entry) for flag, entry in SETTINGS.items() if entry.name in _UNTRANSLATED)
-    left += [flag for flag, entry in ours if getattr(run, entry.name) != entry.default]
-    return [f"{_ROLLOUT}.name=vllm", *lines], left
+        lines += of_perturbation(_changed_spec(run, run.spec))
+    return [f"{_ROLLOUT}.name=vllm", *lines], _untranslated(run, flags)
+
+
+def _check_methods(run: RunConfig) -> None:
+    """Raises ``UsageError`` for a method or a setting of sampling that only OpenRLHF's trainer has here."""
+    for kind in kinds.run_level_kinds():
+        if kind.name in run.specs and kind.name != "advantage":
+            raise UsageError(f"--print verl: {kind.flag} is of OpenRLHF's trainer. Leave it out.")
+    for name in run.sampling.given():
+        if name != "top_k":
+            raise UsageError(f"--print verl: --sampling.{name} is of OpenRLHF's trainer. Leave it out.")
+
+
+def _check_estimator(flags: Flags) -> None:
+    """Raises ``UsageError`` for an estimator of OpenRLHF other than that of GRPO."""
+    estimator = flags.or_default(ESTIMATOR)
+    if estimator != "group_norm":
+        origin = "" if flags.has(ESTIMATOR) else " (OpenRLHF's default)"
+        raise UsageError(
+            f"--print verl: {ESTIMATOR} {estimator}{origin} is not translated; group_norm is. Set it, or take --preset"
+            " grpo or an --advantage."
+        )
+
+
+def _of_clip(flags: Flags) -> dict[str, object]:
+    """The overrides for the clip range; none for OpenRLHF's default, which is verl's too."""
+    bounds = [flag.values for flag in flags if flag.name == _CLIP_BOUNDS]
+    if not bounds:
+        clip = flags.value(_CLIP)
+        if clip is None:
+            return {}
+        return {f"{_ACTOR}.clip_ratio_low": clip, f"{_ACTOR}.clip_ratio_high": clip}
+    last = bounds[-1]  # argparse takes the last one of several
+    if len(last) != 2:
+        as_written = f"{_CLIP_BOUNDS} {' '.join(last)}".rstrip()
+        raise UsageError(f"{as_written}: must be two numbers, the lower one first.")
+    low, high = last
+    return {f"{_ACTOR}.clip_ratio_low": low, f"{_ACTOR}.clip_ratio_high": high}
+
+
+def _of_kl(flags: Flags) -> dict[str, object]:
+    """The overrides for the KL term, in the loss or in the reward; none without a coefficient."""
+    coefficient = float(flags.or_default(KL))
+    if not coefficient:
+        return {}
+    estimator = _translated(flags, _KL_ESTIMATOR, {"k1": "kl", "k2": "mse", "k3": "low_var_kl"}) or "kl"
+    if flags.has(_KL_LOSS):
+        return {
+            f"{_ACTOR}.use_kl_loss": True,
+            f"{_ACTOR}.kl_loss_coef": coefficient,
+            f"{_ACTOR}.kl_loss_type": estimator,
+        }
+    return {
+        "algorithm.use_kl_in_reward": True,
+        "algorithm.kl_ctrl.kl_coef": coefficient,
+        "algorithm.kl_penalty": estimator,
+    }
+
+
+def _changed_spec(run: RunConfig, spec: Mapping[str, object]) -> dict[str, object]:
+    """The perturbation's name, and what is not at its default."""
+    defaults = registry.create(str(spec["name"])).spec()
+    changed = {name: value for name, value in spec.items() if name == "name" or defaults.get(name) != value}
+    if run.gap_limit != RunConfig.gap_limit:
+        changed["gap_limit"] = run.gap_limit
+    if run.strict != RunConfig.strict:
+        changed["strict"] = run.strict
+    return changed
+
+
+def _untranslated(run: RunConfig, flags: Flags) -> list[str]:
+    """The flags that have no override."""
+    untranslated = []
+    for flag in flags:
+        if flag.name not in _TRANSLATED and not flag.name.startswith(_OF_EACH_TRAINER):
+            untranslated.append(" ".join(flag.argv))
+    for name, setting in SETTINGS.items():
+        if setting.name in _UNTRANSLATED_SETTINGS and getattr(run, setting.name) != setting.default:
+            untranslated.append(name)
+    return untranslated
 
 
 def of_perturbation(spec: Mapping[str, object]) -> list[str]:
@@ -108,17 +172,22 @@ def hydra(value: object) -> str:
     if isinstance(value, (int, float)):
         return repr(value)
     if isinstance(value, Mapping):
-        return "{" + ",".join(f"{name}:{hydra(part)}" for name, part in value.items()) + "}"
+        return "{" + ",".join(f"{name}:{hydra(item)}" for name, item in value.items()) + "}"
     if isinstance(value, (list, tuple)):
         return f"[{','.join(map(hydra, value))}]"
     text = str(value)
-    plain = bool(text) and all(c.isalnum() or c in "_./-" for c in text)
-    return text if plain else "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
+    needs_no_quotes = bool(text) and all(character.isalnum() or character in "_./-" for character in text)
+    if needs_no_quotes:
+        return text
+    escaped = text.replace("\\", "\\\\").replace("'", "\\'")
+    return f"'{escaped}'"
 
 
-def _one_of(flags: Flags, name: str, allowed: Mapping[str, str]) -> str | None:
+def _translated(flags: Flags, name: str, translations: Mapping[str, str]) -> str | None:
     """The translation of a flag's value; None where the flag is absent."""
     value = flags.value(name)
-    if value is not None and value not in allowed:
-        raise UsageError(f"--print verl: {name} {value} is not translated; {', '.join(allowed)} are.")
-    return None if value is None else allowed[value]
+    if value is None:
+        return None
+    if value not in translations:
+        raise UsageError(f"--print verl: {name} {value} is not translated; {', '.join(translations)} are.")
+    return translations[value]

@@ -28,7 +28,7 @@ Report = Callable[[str], None]
 
 _DIGITS = 4
 _OURS = re.compile(r"\bngrpo: (.*)")  # a line for the user, of whichever process of a run
-_HEARTBEAT = 30.0
+_HEARTBEAT = 30.0  # seconds
 _TAIL_LINES = 40
 
 
@@ -66,21 +66,26 @@ def docstring(target: ModuleType | type | Callable[..., Any]) -> str:
 
 def text_table(rows: Sequence[Sequence[str]], *, left: int = 1) -> list[str]:
     """Rows of equal length as lines; the first ``left`` columns are aligned to the left, the others to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    forms = [f"{'<' if i < left else '>'}{width}" for i, width in enumerate(widths)]
-    return ["  ".join(map(format, row, forms)).rstrip() for row in rows]
+    formats = []
+    for index, column in enumerate(zip(*rows)):
+        alignment = "<" if index < left else ">"
+        width = max(len(cell) for cell in column)
+        formats.append(f"{alignment}{width}")
+    return ["  ".join(map(format, row, formats)).rstrip() for row in rows]
 
 
 def help_entry(term: str, text: str, *, column: int, width: int = 80) -> list[str]:
     """A term and its description from a column on, on the next line where the term is too long."""
     lines = textwrap.wrap(text, width - column, break_long_words=False, break_on_hyphens=False)
-    head = [term] if len(term) + 2 > column else [f"{term:<{column}}{lines.pop(0)}"] if lines else [term]
-    return [*head, *(" " * column + line for line in lines)]
+    term_fits = len(term) + 2 <= column
+    first_line = f"{term:<{column}}{lines.pop(0)}" if term_fits and lines else term
+    return [first_line, *(" " * column + line for line in lines)]
 
 
 def token_texts(tokens: Sequence[int], tokenizer: TokenizerLike) -> list[str]:
     """The text of each token. A token that ends within a character is empty; the next one has the whole character."""
-    texts, pending = [], []
+    texts: list[str] = []
+    pending: list[int] = []  # tokens of a character that is not whole yet
     for token in tokens:
         pending.append(token)
         text = tokenizer.decode(pending)
@@ -94,8 +99,11 @@ def token_texts(tokens: Sequence[int], tokenizer: TokenizerLike) -> list[str]:
 
 def fed_texts(record: ReplayRecord, row: int, tokenizer: TokenizerLike) -> dict[str, Any]:
     """The input at the record's perturbed position ``row``: ``candidates`` (text and weight), ``sigma`` if noisy."""
-    pairs = zip(record.ids[row].tolist(), record.weights[row].tolist())
-    entry: dict[str, Any] = {"candidates": [[tokenizer.decode([c]), round(w, _DIGITS)] for c, w in pairs if w > 0.0]}
+    candidates = []
+    for token, weight in zip(record.ids[row].tolist(), record.weights[row].tolist()):
+        if weight > 0.0:
+            candidates.append([tokenizer.decode([token]), round(weight, _DIGITS)])
+    entry: dict[str, Any] = {"candidates": candidates}
     if record.sigma is not None:
         entry["sigma"] = round(float(record.sigma[row]), _DIGITS + 2)
     return entry
@@ -123,7 +131,8 @@ def into_file(path: Path) -> Iterator[None]:
         stream.flush()
     # File descriptors, not sys.stdout: Ray and the engines write from C and from other processes.
     descriptors = [os.dup(1), os.dup(2)]
-    with path.open("ab") as log, os.fdopen(os.dup(descriptors[0]), "w", errors="replace") as screen:
+    screen_descriptor = os.dup(descriptors[0])
+    with path.open("ab") as log, os.fdopen(screen_descriptor, "w", errors="replace") as screen:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
         done = threading.Event()
@@ -143,8 +152,8 @@ def into_file(path: Path) -> Iterator[None]:
             done.set()
             watcher.join()
             if failed:
-                last = path.read_text(encoding="utf-8", errors="replace").splitlines()[-_TAIL_LINES:]
-                print("\n".join(last) + f"\nngrpo: the whole log: {path}", file=sys.stderr)
+                last_lines = path.read_text(encoding="utf-8", errors="replace").splitlines()[-_TAIL_LINES:]
+                print("\n".join([*last_lines, f"ngrpo: the whole log: {path}"]), file=sys.stderr)
 
 
 def follow(path: Path, ended: Callable[[], bool], every: float = 0.5, start: int = 0) -> Iterator[str]:
@@ -155,21 +164,24 @@ def follow(path: Path, ended: Callable[[], bool], every: float = 0.5, start: int
     """
     with path.open(encoding="utf-8", errors="replace") as log:
         log.seek(start)
-        rest = ""
+        unfinished_line = ""
         while True:
-            last = ended()
-            *lines, rest = (rest + log.read()).split("\n")
+            is_last_look = ended()  # before the read, so that what is written until then is read
+            *lines, unfinished_line = (unfinished_line + log.read()).split("\n")
             yield from [*lines, ""]
-            if last:
+            if is_last_look:
                 return
             time.sleep(every)
 
 
 def show_progress(lines: Iterable[str], screen: TextIO) -> None:
-    """Shows the lines of a run's log that are for the user; now and then, while there is none, that it is at work."""
-    began = spoke = time.monotonic()
+    """Shows the lines of a run's log that are for the user, and "still at work" after half a minute without one."""
+    began = time.monotonic()
+    last_shown = began
     for line in lines:
-        ours, now = _OURS.search(line), time.monotonic()
-        if ours or now - spoke > _HEARTBEAT:
-            spoke = now
-            print(f"  {now - began:5.0f} s  {ours[1] if ours else 'still at work'}", file=screen, flush=True)
+        ours = _OURS.search(line)
+        now = time.monotonic()
+        if ours or now - last_shown > _HEARTBEAT:
+            last_shown = now
+            text = ours[1] if ours else "still at work"
+            print(f"  {now - began:5.0f} s  {text}", file=screen, flush=True)

@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Model names: packaged, local, hub; and a folder that is whole or not there."""
 
-import os
 import re
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as NotDone
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+from filelock import FileLock
 
 from ngrpo.machine.models import packaged
 from perturbations.errors import UsageError
@@ -39,16 +41,21 @@ def made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Path]:
     return targets
 
 
+def folders_in(cache: Path) -> list[str]:
+    """The names of a cache's folders, of drafts too; locks are files."""
+    return [path.name for path in cache.iterdir() if path.is_dir()]
+
+
 def test_made_once_and_a_broken_run_leaves_nothing(
     monkeypatch: pytest.MonkeyPatch, cache: Path, made: list[Path]
 ) -> None:
     with monkeypatch.context() as broken, pytest.raises(KeyboardInterrupt):
         broken.setattr(Path, "rename", Mock(side_effect=KeyboardInterrupt))
         packaged.resolve(NAME)
-    assert list(cache.iterdir()) == [] and len(made) == 1
+    assert folders_in(cache) == [] and len(made) == 1
     folder = packaged.resolve(NAME)
     assert packaged.resolve(NAME) == folder and len(made) == 2
-    assert list(cache.iterdir()) == [Path(folder)]
+    assert folders_in(cache) == [Path(folder).name]
 
 
 def test_a_model_that_cannot_be_written_is_an_error(
@@ -60,18 +67,23 @@ def test_a_model_that_cannot_be_written_is_an_error(
     monkeypatch.setattr(packaged, "_convert", full)
     with pytest.raises(OSError, match="no space left on device"):
         packaged.resolve(NAME)
-    assert list(cache.iterdir()) == []
+    assert folders_in(cache) == []
 
 
-def test_two_processes_at_once(monkeypatch: pytest.MonkeyPatch, cache: Path, made: list[Path]) -> None:
-    def slower(source: Path, target: Path) -> None:
-        winner = cache / f"{NAME}-{packaged._RECIPE}"
-        winner.mkdir()
-        (winner / "config.json").write_text("winner")
-
-    monkeypatch.setattr(packaged, "_convert", slower)
-    folder = Path(packaged.resolve(NAME))
-    assert (folder / "config.json").read_text() == "winner" and len(list(cache.iterdir())) == 1
+def test_two_processes_at_once(cache: Path, made: list[Path]) -> None:
+    """The second one waits for the first one's folder, and makes none."""
+    winner = packaged.folder_of(NAME)
+    lock = FileLock(cache / f".{winner.name}.lock")
+    with ThreadPoolExecutor() as threads:
+        with lock:
+            second = threads.submit(packaged.resolve, NAME)
+            with pytest.raises(NotDone):
+                second.result(timeout=0.5)
+            winner.mkdir()
+            (winner / "config.json").write_text("winner")
+        folder = Path(second.result(timeout=60))
+    assert (folder / "config.json").read_text() == "winner"
+    assert folders_in(cache) == [winner.name] and not made
 
 
 def test_package_missing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,26 +135,25 @@ def test_a_name_that_neither_the_hub_nor_its_cache_has(tmp_path: Path, monkeypat
     assert packaged.resolve("owner/kept") == "owner/kept"
 
 
-_HOLD = "import fcntl, sys, time; f = open(sys.argv[1]); fcntl.flock(f, 2); print('held', flush=True); time.sleep(60)"
+_HOLD = (
+    "import sys, time; from filelock import FileLock; lock = FileLock(sys.argv[1]); lock.acquire();"
+    " print('held', flush=True); time.sleep(60)"
+)
 
 
 def test_a_draft_is_removed_once_its_process_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever its age: on a shared cache the file server's clock may be hours before this machine's."""
+    """A process that is killed while it makes a model leaves its draft behind, and the system frees its lock."""
     monkeypatch.setenv("NGRPO_CACHE", str(tmp_path))
     folder = packaged.folder_of("smollm2-135m")
-    drafts = [tmp_path / f".{folder.name}-{name}" for name in ("alive", "dead")]
-    for draft in drafts:
-        draft.mkdir()
-        (draft / "weights").touch()
-        draft.with_name(f"{draft.name}.lock").touch()
-        os.utime(draft, (1000, 1000))
-    monkeypatch.setattr(packaged, "_convert", lambda source, target: (target / "config.json").write_text("{}"))
-    holder = subprocess.Popen([sys.executable, "-c", _HOLD, f"{drafts[0]}.lock"], stdout=subprocess.PIPE)
+    draft = tmp_path / f".{folder.name}-draft"
+    draft.mkdir()
+    (draft / "weights").touch()
+    lock = tmp_path / f".{folder.name}.lock"
+    holder = subprocess.Popen([sys.executable, "-c", _HOLD, str(lock)], stdout=subprocess.PIPE)
     with holder:
         assert holder.stdout is not None and holder.stdout.readline() == b"held\n"
-        assert packaged.materialise("smollm2-135m") == folder
-        assert (drafts[0] / "weights").is_file() and not drafts[1].exists()
         holder.kill()
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
-        [folder.name, drafts[0].name, f"{drafts[0].name}.lock"]
-    )
+    monkeypatch.setattr(packaged, "_convert", lambda source, target: (target / "config.json").write_text("{}"))
+    assert packaged.materialise("smollm2-135m") == folder
+    assert folders_in(tmp_path) == [folder.name]
+    assert [file.name for file in folder.iterdir()] == ["config.json"]

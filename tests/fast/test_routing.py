@@ -302,5 +302,5 @@ def test_an_engine_takes_its_own_record_or_ours() -> None:
     theirs = SimpleNamespace(enable_return_routed_experts=True, is_moe=True, runner_type="generate")
     one_rank = SimpleNamespace(data_parallel_size=1)
     engine = SimpleNamespace(model_config=theirs, parallel_config=one_rank, additional_config=config)
-    with pytest.raises(UsageError, match="a router hands them to one of both"):
+    with pytest.raises(UsageError, match="a router hands its experts to vLLM or to ngrpo"):
         check_engine(engine, perturbation)

@@ -54,18 +54,18 @@ MUTATIONS = {
         ),
     ],
     ("ngrpo/config/verl_lines.py", "test_verl_lines.py"): [
-        ("max(responses // each, 1)", "max(responses, 1)", "verl: responses for prompts"),
+        ("max(batch // responses_per_prompt, 1)", "max(batch, 1)", "verl: responses for prompts"),
         (
-            "        if not flags.has(_KL_LOSS):\n",
-            "        if flags.has(_KL_LOSS):\n",
+            "    if flags.has(_KL_LOSS):\n",
+            "    if not flags.has(_KL_LOSS):\n",
             "verl: KL in the reward for the loss",
         ),
-        ('if name == "name" or usual.get(name) != value}', "if True}", "verl: options at their defaults"),
+        ('if name == "name" or defaults.get(name) != value}', "if True}", "verl: options at their defaults"),
     ],
     ("ngrpo/config/flag_checks.py", "test_placing.py::TestRows"): [
         (
-            "return min(most, sum(min(most, rows) for rows in counted))",
-            "return sum(min(most, rows) for rows in counted)",
+            "return min(limit, sum(min(limit, count) for count in counts))",
+            "return sum(min(limit, count) for count in counts)",
             "rows: of several files beyond the limit",
         ),
         ("rows * responses * epochs < batch", "rows * responses < batch", "rows: episodes are not counted"),
@@ -123,14 +123,14 @@ MUTATIONS = {
     ],
     ("ngrpo/machine/models/packaged.py", "test_models.py"): [
         (
-            "            if not folder.is_dir():  # otherwise",
-            "            if True:  # otherwise",
+            "        if folder.is_dir():  # another process",
+            "        if False:  # another process",
             "models: another process was faster",
         ),
         (
-            "                raise\n    return folder",
-            "                pass\n    return folder",
-            "models: no room is no error",
+            "        shutil.rmtree(draft, ignore_errors=True)  # of a killed process\n",
+            "",
+            "models: a draft of a killed process is used",
         ),
     ],
     ("ngrpo/machine/upstream/placement.py", _GROUPS): [

@@ -57,5 +57,8 @@ def _is_open(file: Path) -> bool:
 
 def _file_system(file: Path) -> str:
     """The type of the file system that a file is on; empty if unknown."""
-    mounts = {Path(partition.mountpoint): partition.fstype for partition in psutil.disk_partitions(all=True)}
-    return next((mounts[folder] for folder in file.resolve().parents if folder in mounts), "")
+    types_by_mount = {Path(partition.mountpoint): partition.fstype for partition in psutil.disk_partitions(all=True)}
+    for folder in file.resolve().parents:
+        if folder in types_by_mount:
+            return types_by_mount[folder]
+    return ""

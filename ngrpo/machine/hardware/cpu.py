@@ -35,9 +35,11 @@ def check(flags: Flags) -> None:
 
 def ray_init(flags: Flags) -> dict[str, Any]:
     """Logical resources for a Ray on this machine: one "GPU" for each process of a model, which Ray only counts."""
-    ranks = [("--vllm.num_engines", "--vllm.tensor_parallel_size")]
-    ranks += [(f"--{role}.num_nodes", f"--{role}.num_gpus_per_node") for role in _ROLES]
-    units = sum(int(flags.value(one) or 1) * int(flags.value(other) or 1) for one, other in ranks)
+    factors = [("--vllm.num_engines", "--vllm.tensor_parallel_size")]
+    factors += [(f"--{role}.num_nodes", f"--{role}.num_gpus_per_node") for role in _ROLES]
+    units = 0
+    for first_flag, second_flag in factors:
+        units += int(flags.value(first_flag) or 1) * int(flags.value(second_flag) or 1)
     return {
         "num_gpus": units,
         "num_cpus": units + 3,  # one per "GPU" and one for the trainer, or three with asynchronous rollouts
@@ -109,7 +111,8 @@ def replay_buffer_init(original: Callable[..., None], self: NaiveReplayBuffer, *
 
     import torch
 
-    current_device, torch.cuda.current_device = torch.cuda.current_device, lambda: 0
+    current_device = torch.cuda.current_device
+    torch.cuda.current_device = lambda: 0  # our replacement returns a device, which `cuda:{index}` cannot name
     try:
         original(self, *args, **kwargs)
     finally:
@@ -147,8 +150,8 @@ def with_torch_adam(original: Callable[..., dict[str, Any]], *args: object, **kw
 def waited_for(original: Callable[..., Any], *args: object, **kwargs: object) -> Any:
     """A collective of DeepSpeed's that has finished when it returns.
 
-    Of several, DeepSpeed 0.19.6 waits for the last, and gloo finishes them in any order: under ZeRO-3 a parameter could
-    be read before it was gathered.
+    Of several gathers DeepSpeed 0.19.6 waits for the last only, and gloo finishes them in any order: under ZeRO-3 a
+    parameter could be read before it was gathered.
     """
 
     work = original(*args, **kwargs)

@@ -26,14 +26,14 @@ _MODEL = "--actor.model_name_or_path"
 # What the CUDA code of DeepSpeed's fused Adam includes through torch 2.13 (ATen/cuda/CUDAContextLight.h).
 HEADERS = ("cuda_runtime_api.h", "cusparse.h", "cublas_v2.h", "cublasLt.h", "cusolverDn.h")
 # What DeepSpeed's two Adams are linked with (op_builder/builder.py, torch's cpp_extension.py).
-LIBRARIES, LIBRARIES_OF_OFFLOADED = ("libcudart.so",), ("libcudart.so", "libcurand.so")
+LIBRARIES = ("libcudart.so",)
+LIBRARIES_OF_OFFLOADED = ("libcudart.so", "libcurand.so")
 
 
 def toolkit() -> tuple[Path | None, str | None]:
     """The CUDA toolkit that torch 2.13 would compile with, and its nvcc's release, as "13.0"; None where unknown."""
-    variable, nvcc = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH"), shutil.which("nvcc")
-    home = Path(variable) if variable else Path(nvcc).parent.parent if nvcc else _DEFAULT_HOME
-    if not (variable or home.is_dir()):
+    home = _toolkit_folder()
+    if home is None:
         return None, None
     try:
         process = subprocess.run([home / "bin" / "nvcc", "-V"], capture_output=True, text=True, timeout=60, check=True)
@@ -41,6 +41,16 @@ def toolkit() -> tuple[Path | None, str | None]:
         return home, None
     match = re.search(r"release (\d+\.\d+)", process.stdout)
     return home, match and match[1]
+
+
+def _toolkit_folder() -> Path | None:
+    """The folder of the CUDA toolkit, in the order of torch's cpp_extension.py; None where there is none."""
+    variable = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    if variable:
+        return Path(variable)
+    nvcc = shutil.which("nvcc")
+    home = Path(nvcc).parent.parent if nvcc else _DEFAULT_HOME
+    return home if home.is_dir() else None
 
 
 def installed_driver() -> str | None:
@@ -62,7 +72,8 @@ def check_unused() -> None:
 
     if torch.version.cuda is None or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return
-    if (driver := installed_driver()) is None:
+    driver = installed_driver()
+    if driver is None:
         return
     try:
         torch.cuda.init()
@@ -88,26 +99,34 @@ def obstacle(*, offload: bool) -> str | None:
     extension = "cpu_adam" if offload else "fused_adam"
     if deepspeed and any(Path(deepspeed.origin or "").parent.glob(f"ops/adam/{extension}_op*.so")):
         return None  # it came compiled
-    (home, release), (major, minor) = toolkit(), (torch.version.cuda or "").split(".")[:2]
+    home, release = toolkit()
     if home is None:
         return f"there is no CUDA toolkit, neither by CUDA_HOME nor as nvcc on PATH nor in {_DEFAULT_HOME}"
     if release is None:
         return f"{home} has no bin/nvcc that runs"
-    exactly = offload and int(release.split(".")[0]) > _MINORS_MIX and os.environ.get("DS_SKIP_CUDA_CHECK") != "1"
-    if release != f"{major}.{minor}" if exactly else release.split(".")[0] != major:
+    torch_major, torch_minor = (torch.version.cuda or "").split(".")[:2]
+    major = release.split(".")[0]
+    needs_same_minor = offload and int(major) > _MINORS_MIX and os.environ.get("DS_SKIP_CUDA_CHECK") != "1"
+    fits_torch = release == f"{torch_major}.{torch_minor}" if needs_same_minor else major == torch_major
+    if not fits_torch:
         return f"the toolkit {home} is {release}, and torch is built for {torch.version.cuda}"
+    search_path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     for program in (os.environ.get("CXX", "g++"), "ninja"):
-        if shutil.which(program, path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])) is None:
+        if shutil.which(program, path=search_path) is None:
             return f"{program} is not on PATH"
-    missing = [name for name in (() if offload else HEADERS) if not (home / "include" / name).is_file()]
-    if missing:
-        return f"{home}/include has no {' and no '.join(missing)}"
+    if not offload:
+        missing = [name for name in HEADERS if not (home / "include" / name).is_file()]
+        if missing:
+            return f"{home}/include has no {' and no '.join(missing)}"
     folders = [home / name for name in ("lib64", "lib")]
     for name in LIBRARIES_OF_OFFLOADED if offload else LIBRARIES:
         if not any((folder / name).is_file() for folder in folders):
             return f"neither {folders[0]} nor {folders[1]} has {name}"
-    unknown = [] if offload else sorted(_architectures() - _architectures_of(home))
-    return f"nvcc {release} does not compile for this machine's GPUs ({', '.join(unknown)})" if unknown else None
+    if not offload:
+        unknown = sorted(_architectures() - _architectures_of(home))
+        if unknown:
+            return f"nvcc {release} does not compile for this machine's GPUs ({', '.join(unknown)})"
+    return None
 
 
 def _architectures() -> set[str]:
@@ -121,7 +140,8 @@ def _architectures() -> set[str]:
 def _architectures_of(home: Path) -> set[str]:
     """The architectures that a toolkit compiles for."""
     command = [home / "bin" / "nvcc", "--list-gpu-arch"]
-    return set(subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout.split())
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    return set(done.stdout.split())
 
 
 def is_moved_by_deepspeed(flags: Flags) -> bool:
@@ -130,8 +150,8 @@ def is_moved_by_deepspeed(flags: Flags) -> bool:
     return sleeps and flags.or_default("--ds.zero_stage") == "3"
 
 
-def _unseen() -> str | None:
-    """Why nothing can be said here of the machines that train; None where this machine trains."""
+def _why_not_checked() -> str | None:
+    """Why the machines that train cannot be checked from this one; None where this machine trains."""
     import torch
 
     if os.environ.get("RAY_ADDRESS", "local") != "local":
@@ -150,8 +170,9 @@ def check(flags: Flags) -> str | None:
 
     if flags.has("--help"):
         return None
-    if (unseen := _unseen()) is not None:
-        return unseen
+    not_checked = _why_not_checked()
+    if not_checked is not None:
+        return not_checked
     for index in range(torch.cuda.device_count()):
         major, minor = torch.cuda.get_device_capability(index)
         if major < _LEAST_CAPABILITY:
@@ -181,15 +202,18 @@ def check(flags: Flags) -> str | None:
 def notes(flags: Flags) -> list[str]:
     """Lines about the attention and the Adam that take the place of others on this machine."""
     lines = []
-    if stand_ins.is_flash_attn_installed() and (failure := stand_ins.flash_attn_failure()) is not None:
+    failure = stand_ins.flash_attn_failure() if stand_ins.is_flash_attn_installed() else None
+    if failure is not None:
         lines.append(
             f"flash-attn is installed and cannot be imported ({failure}), so the trainer's attention is PyTorch's own."
             " Install a build for this torch, or uninstall it (docs/install.md)."
         )
-    offload = flags.has("--ds.adam_offload")
-    if _unseen() is None and not is_moved_by_deepspeed(flags) and (missing := obstacle(offload=offload)) is not None:
-        name = "the Adam of --ds.adam_offload" if offload else "DeepSpeed's fused Adam"
-        lines.append(f"PyTorch's fused AdamW takes the place of {name}, which cannot be compiled here: {missing}.")
+    if _why_not_checked() is None and not is_moved_by_deepspeed(flags):
+        offload = flags.has("--ds.adam_offload")
+        missing = obstacle(offload=offload)
+        if missing is not None:
+            name = "the Adam of --ds.adam_offload" if offload else "DeepSpeed's fused Adam"
+            lines.append(f"PyTorch's fused AdamW takes the place of {name}, which cannot be compiled here: {missing}.")
     return lines
 
 

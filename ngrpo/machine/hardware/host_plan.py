@@ -14,8 +14,10 @@ from perturbations.errors import UsageError
 
 _GB = 1e9  # as disks are sold
 _STATES = 12  # float32 bytes for each parameter: a master copy and Adam's two moments
-_CGROUPS, _OWN_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
-_SHARED, _LEAST_SHARED = Path("/dev/shm"), GIB  # what NVIDIA's page on NCCL in Docker names
+_CGROUPS = Path("/sys/fs/cgroup")
+_OWN_CGROUP = Path("/proc/self/cgroup")
+_SHARED = Path("/dev/shm")
+_LEAST_SHARED = GIB  # what NVIDIA's page on NCCL in Docker names
 _ELSEWHERE = "not checked: it is planned for another machine."
 
 
@@ -26,11 +28,15 @@ def about_checkpoints(args: Args) -> str:
     """A line about the disk that the checkpoints of a run take."""
     if args["ckpt.save_steps"] < 1:
         return "no checkpoint is saved before the end (--ckpt.save_steps)"
-    folder, steps = args["ckpt.path"], args["ckpt.save_steps"]
-    size, number = checkpoint_bytes(args), args["ckpt.max_num"]
+    folder = args["ckpt.path"]
+    steps = args["ckpt.save_steps"]
+    number = args["ckpt.max_num"]
+    size = checkpoint_bytes(args)
     if size is None:
         return f"checkpoints of unknown size in {folder}, every {steps} steps, {number} at a time"
-    space = f"{size * number / _GB:.0f} GB, {number} of {size / _GB:.1f} GB each" if size > _GB / 10 else "below 1 GB"
+    space = "below 1 GB"
+    if size > _GB / 10:
+        space = f"{size * number / _GB:.0f} GB, {number} of {size / _GB:.1f} GB each"
     return f"checkpoints in {folder} take {space} (one every {steps} steps, --ckpt.max_num {number})"
 
 
@@ -44,8 +50,10 @@ def checkpoint_bytes(args: Args) -> float | None:
     stored = 0 if args["ckpt.disable_ds"] else weights + _STATES
     if args["ckpt.save_hf"]:
         stored += 2
-    known = [size.parameters for size in sizes if size is not None]
-    return float(stored * sum(known)) if len(known) == len(sizes) else None
+    parameters = [size.parameters for size in sizes if size is not None]
+    if len(parameters) < len(sizes):
+        return None
+    return float(stored * sum(parameters))
 
 
 def check_disk(args: Args, machine: Machine | None) -> str | None:
@@ -57,7 +65,8 @@ def check_disk(args: Args, machine: Machine | None) -> str | None:
         return "not checked: the size of a checkpoint is not known."
     folder = Path(args["ckpt.path"]).expanduser().absolute()
     kept = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())  # the oldest of them is replaced
-    free = disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    free = disk_usage(existing).free
     needed = size * args["ckpt.max_num"]
     if needed > free + kept:
         raise UsageError(
@@ -80,23 +89,31 @@ def memory_limit() -> float:
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if controllers == "":  # version 2
-            root, name = _CGROUPS, "memory.max"
+            root = _CGROUPS
+            name = "memory.max"
         elif "memory" in controllers.split(","):  # version 1
-            root, name = _CGROUPS / "memory", "memory.limit_in_bytes"
+            root = _CGROUPS / "memory"
+            name = "memory.limit_in_bytes"
         else:
             continue
         own = root / path.strip("/")
         for folder in (own, *own.parents):
             file = folder / name
-            if folder.is_relative_to(root) and file.is_file() and (text := file.read_text().strip()).isdecimal():
-                limits.append(float(text))
+            if not folder.is_relative_to(root) or not file.is_file():
+                continue
+            limit = file.read_text().strip()
+            if limit.isdecimal():  # "max" is no limit
+                limits.append(float(limit))
     return min(limits)
 
 
 def host_bytes(args: Args, gpu: float) -> float:
     """Bytes of the host's memory for all GPUs of a run, without models of unknown size."""
-    groups = placement.groups(args)
-    return sum(group.gpus * sum(part.host for part in gpu_plan.parts_of(group, args, gpu)) for group in groups)
+    total = 0.0
+    for group in placement.groups(args):
+        host_bytes_per_gpu = sum(part.host for part in gpu_plan.parts_of(group, args, gpu))
+        total += group.gpus * host_bytes_per_gpu
+    return total
 
 
 def about_memory(args: Args, machine: Machine | None) -> str:
@@ -112,13 +129,15 @@ def check_memory(args: Args, machine: Machine | None) -> str | None:
         return None
     if machine != placement.here() or placement.cluster() is not None:
         return _ELSEWHERE
-    needed, limit = host_bytes(args, machine.memory), memory_limit()
+    needed = host_bytes(args, machine.memory)
+    limit = memory_limit()
     if needed > limit:
         switches = ("ds.adam_offload", "ds.enable_sleep", "vllm.enable_sleep")
-        used = ", ".join(f"--{name}" for name in switches if args[name])
+        given_switches = ", ".join(f"--{name}" for name in switches if args[name])
         raise UsageError(
-            f"{used} takes {needed / GIB:.0f} GiB of the host's memory, and its processes may have {limit / GIB:.0f}"
-            " GiB. Fix: more memory (a job's or a container's limit counts), more GPUs, or a smaller model."
+            f"{given_switches} takes {needed / GIB:.0f} GiB of the host's memory, and its processes may have"
+            f" {limit / GIB:.0f} GiB. Fix: more memory (a job's or a container's limit counts), more GPUs, or a smaller"
+            " model."
         )
     return None
 

@@ -23,15 +23,15 @@ _PORTS = range(20000, 32768)
 
 ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 """Signals that end a command as Ctrl-C does; a terminal that is closed sends SIGHUP."""
-_came: list[int] = []
+_received: list[int] = []
 
 
 def ending_signal() -> int | None:
-    """The one of :data:`ENDING_SIGNALS` that came; None for Ctrl-C.
+    """The one of :data:`ENDING_SIGNALS` that this process received; None for Ctrl-C.
 
-    An exception of ours would not tell, for Ray raises its own KeyboardInterrupt instead.
+    A subclass of KeyboardInterrupt could not carry the signal: Ray raises a KeyboardInterrupt of its own instead.
     """
-    return _came[0] if _came else None
+    return _received[0] if _received else None
 
 
 def raise_on_ending_signals() -> None:
@@ -41,9 +41,9 @@ def raise_on_ending_signals() -> None:
     """
 
     def handler(number: int, frame: FrameType | None) -> None:
-        for ending in ENDING_SIGNALS:  # a second one must not cut short what the first one ends
+        for ending in ENDING_SIGNALS:  # a second signal must not interrupt the clean-up that the first one starts
             signal.signal(ending, signal.SIG_IGN)
-        _came.append(number)
+        _received.append(number)
         if number == signal.SIGHUP:
             _leave_terminal()
         raise KeyboardInterrupt
@@ -111,7 +111,8 @@ def end_children() -> None:
 
 def add_programs_to_path() -> None:
     """Lets DeepSpeed compile with the ninja of this Python environment, activated or not."""
-    os.environ["PATH"] = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", "")])
+    programs = os.path.dirname(sys.executable)
+    os.environ["PATH"] = os.pathsep.join([programs, os.environ.get("PATH", "")])
 
 
 def port_below_outgoing(original: Callable[[], int]) -> Any:

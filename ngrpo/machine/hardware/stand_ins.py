@@ -49,7 +49,10 @@ def flash_attn_failure() -> str | None:
     """
     command = [sys.executable, "-c", "import flash_attn.bert_padding, flash_attn.utils.distributed"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    return None if done.returncode == 0 else (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]
+    if done.returncode == 0:
+        return None
+    error_lines = done.stderr.strip().splitlines()
+    return error_lines[-1] if error_lines else f"status {done.returncode}"
 
 
 def has_flash_attn() -> bool:
@@ -59,8 +62,8 @@ def has_flash_attn() -> bool:
 
 def missing() -> list[str]:
     """Packages of attention kernels that are not installed here, or cannot be imported."""
-    there = {"flash-attn": has_flash_attn(), "kernels": find_spec("kernels") is not None}
-    return [name for name, found in there.items() if not found]
+    can_be_imported = {"flash-attn": has_flash_attn(), "kernels": find_spec("kernels") is not None}
+    return [name for name, is_usable in can_be_imported.items() if not is_usable]
 
 
 @around
@@ -83,7 +86,10 @@ def all_gather(*args: object, **kwargs: object) -> NoReturn:
 
 @contextmanager
 def flash_attn_stand_in() -> Iterator[None]:
-    """Context in which ``import flash_attn...`` finds the five names that OpenRLHF 0.11.2 imports from it."""
+    """Context in which ``import flash_attn...`` finds the five names that OpenRLHF 0.11.2 imports from it.
+
+    The stand-ins are removed at its end, so that transformers and vLLM do not take them for an installed flash-attn.
+    """
     from einops import rearrange
     from transformers.modeling_flash_attention_utils import _pad_input, _unpad_input
 

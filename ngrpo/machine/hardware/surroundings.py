@@ -4,7 +4,7 @@
 import os
 import sysconfig
 import tempfile
-from collections.abc import Iterator
+from dataclasses import dataclass
 from datetime import datetime
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -28,32 +28,55 @@ def check() -> None:
 
 def check_caches() -> None:
     """Raises ``UsageError`` where a package's cache cannot be written, as below a HOME that is read-only."""
-    broken = {f"{name} ({path})": variable for name, variable, path in _caches() if not _can_be_written(path)}
+    broken = [cache for cache in _caches() if not _can_be_written(cache.folder)]
     if broken:
+        names = ", ".join(f"{cache.owner} ({cache.folder})" for cache in broken)
+        variables = ", ".join(dict.fromkeys(cache.variable for cache in broken))
         raise UsageError(
-            f"these caches cannot be written: {', '.join(broken)}. Set HOME, now {Path('~').expanduser()}, to a folder"
-            f" that may be written, or give other folders by {', '.join(dict.fromkeys(broken.values()))}."
+            f"these caches cannot be written: {names}. Set HOME, now {Path('~').expanduser()}, to a folder that may be"
+            f" written, or give other folders by {variables}."
         )
 
 
-def _caches() -> Iterator[tuple[str, str, Path]]:
-    """The owner of each cache, the variable that names its folder, and the folder."""
+@dataclass(frozen=True)
+class _Cache:
+    """A package's cache.
+
+    Attributes:
+        owner: the package, in the genitive.
+        variable: the environment variable that names another folder.
+        default: the folder without that variable.
+    """
+
+    owner: str
+    variable: str
+    default: Path
+
+    @property
+    def folder(self) -> Path:
+        return Path(os.environ.get(self.variable) or self.default)
+
+
+def _caches() -> list[_Cache]:
+    """The caches that a training writes."""
     home = Path("~").expanduser()
     shared = Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache")
-    folders = {
+    hugging_face = Path(os.environ.get("HF_HOME") or shared / "huggingface")
+    triton = Path(os.environ.get("TRITON_HOME") or home)
+    return [
         # Not all of HF_HOME: models may be in a shared folder that nobody writes to.
-        ("datasets'", "HF_DATASETS_CACHE"): Path(os.environ.get("HF_HOME") or shared / "huggingface") / "datasets",
-        ("vLLM's", "VLLM_CACHE_ROOT"): shared / "vllm",
-        ("torch's and DeepSpeed's compiled extensions'", "TORCH_EXTENSIONS_DIR"): shared / "torch_extensions",
-        ("Triton's", "TRITON_CACHE_DIR"): Path(os.environ.get("TRITON_HOME") or home) / ".triton" / "cache",
-    }
-    for (name, variable), default in folders.items():
-        yield name, variable, Path(os.environ.get(variable) or default)
+        _Cache("datasets'", "HF_DATASETS_CACHE", hugging_face / "datasets"),
+        _Cache("vLLM's", "VLLM_CACHE_ROOT", shared / "vllm"),
+        _Cache("torch's and DeepSpeed's compiled extensions'", "TORCH_EXTENSIONS_DIR", shared / "torch_extensions"),
+        _Cache("Triton's", "TRITON_CACHE_DIR", triton / ".triton" / "cache"),
+    ]
 
 
 def _can_be_written(path: Path) -> bool:
+    """Whether a file can be made in a folder, or in the first of its parents that exists."""
     base = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
-    try:  # permissions do not tell of a file system that is read-only, and nothing to the superuser
+    # A file is made, since permissions say nothing of a read-only file system, and nothing to the superuser.
+    try:
         tempfile.TemporaryFile(dir=base).close()
     except OSError:
         return False
@@ -87,13 +110,12 @@ def check_shadowed() -> None:
 
     Ray puts the working directory of the start in front of their ``sys.path``.
     """
-    here = Path.cwd()
-    installed_in = [sysconfig.get_path(kind) for kind in ("purelib", "platlib")]
-    for path in sorted(here.iterdir()):
+    site_packages = [sysconfig.get_path(kind) for kind in ("purelib", "platlib")]
+    for path in sorted(Path.cwd().iterdir()):
         is_package = (path / "__init__.py").is_file()
         if not (is_package or path.suffix == ".py") or path.stem in _HARMLESS:
             continue
-        installed = PathFinder.find_spec(path.stem, installed_in)
+        installed = PathFinder.find_spec(path.stem, site_packages)
         if installed is not None and installed.origin is not None:
             raise UsageError(
                 f"{path} takes the place of the installed package {path.stem!r} ({installed.origin}) in Ray's workers,"

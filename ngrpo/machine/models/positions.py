@@ -16,9 +16,12 @@ Config = Any  # of transformers, of any model type's own class
 
 
 class Difference(NamedTuple):
-    """What engine and trainer read differently, and the fix. It matters if texts may have more tokens than ``beyond``.
+    """What engine and trainer read differently.
 
-    An engine's longest text is ``--data.max_len``.
+    Attributes:
+        what: the difference, as a clause.
+        fix: what removes it, as an order.
+        beyond: it matters only if texts may have more tokens than this (``--data.max_len``).
     """
 
     what: str
@@ -39,18 +42,21 @@ def differences(config: Mapping[str, Any], engine_source: str) -> list[Differenc
     trainer_source = source_of(f"transformers.models.{folder}.modeling_{folder}")
     if trainer_source is None:
         return []
-    return [
-        *(found for rope in _rotary_settings(text) for found in _rotary(rope, text, trainer_source)),
-        *_window(text, trainer_source),
-        *_logit_scale(text, engine_source, trainer_source),
-    ]
+    all_differences: list[Difference] = []
+    for rope in _rotary_settings(text):
+        all_differences += _rotary(rope, text, trainer_source)
+    all_differences += _window(text, trainer_source)
+    all_differences += _logit_scale(text, engine_source, trainer_source)
+    return all_differences
 
 
 def _rotary_settings(text: Config) -> list[Mapping[str, Any]]:
     """The rotary settings of a configuration: one dictionary, or one for each type of layers."""
     settings = getattr(text, "rope_parameters", None) or {}
     by_layers = [value for value in settings.values() if isinstance(value, Mapping)]
-    return by_layers or ([settings] if settings else [])
+    if by_layers:
+        return by_layers
+    return [settings] if settings else []
 
 
 def _rotary(rope: Mapping[str, Any], text: Config, trainer_source: str) -> Iterator[Difference]:
@@ -91,7 +97,8 @@ def _rotated_dimensions(rope: Mapping[str, Any], kind: str, text: Config, traine
 
 def _yarn(rope: Mapping[str, Any]) -> Iterator[Difference]:
     factor = rope.get("factor") or 1.0
-    mscale, mscale_all_dim = rope.get("mscale"), rope.get("mscale_all_dim")
+    mscale = rope.get("mscale")
+    mscale_all_dim = rope.get("mscale_all_dim")
     by_trainer = rope.get("attention_factor")
     if by_trainer is None:
         by_trainer = _yarn_magnitude(factor)
@@ -111,6 +118,7 @@ def _yarn(rope: Mapping[str, Any]) -> Iterator[Difference]:
 
 
 def _yarn_magnitude(factor: float, mscale: float = 1.0) -> float:
+    """What YaRN multiplies queries and keys by: ``0.1 · mscale · ln(factor) + 1``."""
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1.0 else 1.0
 
 
@@ -143,6 +151,7 @@ def _longrope(rope: Mapping[str, Any], text: Config, trainer_source: str) -> Ite
 
 
 def _longrope_magnitude(factor: float, original: int) -> float:
+    """What LongRoPE multiplies queries and keys by: ``sqrt(1 + ln(factor) / ln(original))``."""
     return math.sqrt(1.0 + math.log(factor) / math.log(original)) if factor > 1.0 else 1.0
 
 

@@ -15,7 +15,7 @@ from contextlib import suppress
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from perturbations.errors import UsageError, nearest
 
@@ -30,23 +30,26 @@ def contents(argv: Iterable[str]) -> dict[str, str]:
 
     A word may name several files (``a.jsonl,b.jsonl``), or have a prefix (``math:FILE``).
     """
-    parts = {part for word in argv for each in word.split(",") for part in (each, each.partition(":")[2])}
+    names = set()
+    for word in argv:
+        for name in word.split(","):
+            names |= {name, name.partition(":")[2]}
     digests = {}
-    for part in sorted(parts - {""}):
+    for name in sorted(names - {""}):
         with suppress(OSError, ValueError):  # a word may be too long for a path, or hold a zero byte
-            path = Path(part).expanduser()
+            path = Path(name).expanduser()
             if path.is_file():
                 state = path.stat()
-                digests[part] = _digest(path.absolute(), state.st_mtime_ns, state.st_size)
+                digests[name] = _digest(path.absolute(), state.st_mtime_ns, state.st_size)
     return digests
 
 
 @lru_cache
 def _digest(path: Path, changed: int, size: int) -> str:
-    """Cached, for a comparison asks for each of its runs."""
+    """The SHA-256 of a file; cached, since a comparison asks for each of its runs."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
-        while block := file.read(1 << 20):
+        for block in iter(lambda: file.read(1 << 20), b""):
             digest.update(block)
     return digest.hexdigest()
 
@@ -59,8 +62,10 @@ def read_rows(flag: str, source: str, limit: int | None = None) -> list[Row]:
     """
     path = Path(source).expanduser()
     if not path.is_file():
-        near = nearest(path.name, [p.name for p in path.parent.iterdir()]) if path.parent.is_dir() else ""
-        raise UsageError(f"{flag} {source}: there is no such file.{near} Give an existing file.")
+        neighbors = [file.name for file in path.parent.iterdir()] if path.parent.is_dir() else []
+        raise UsageError(
+            f"{flag} {source}: there is no such file.{nearest(path.name, neighbors)} Give an existing file."
+        )
     if path.suffix.lower() not in ENDINGS:
         raise UsageError(f"{flag} {source}: ends in {path.suffix!r}; files of {', '.join(ENDINGS)} can be read.")
     try:
@@ -92,41 +97,53 @@ def label_of(value: object) -> Any:
 
 
 def _rows(path: Path) -> Iterator[Row]:
+    """The rows of a file, by its suffix; raises ``ValueError`` for another format."""
     suffix = path.suffix.lower()
     if suffix == ".parquet":
         yield from _parquet_rows(path)
         return
     with path.open(encoding="utf-8-sig", newline="") as file:  # Excel begins a CSV file with a byte order mark
         if suffix == ".csv":
-            for row in (reader := csv.DictReader(file)):
-                if None in row:
-                    raise ValueError(f"line {reader.line_num} has more values than the first line. Quote its commas.")
-                yield row
+            yield from _csv_rows(file)
             return
-        if suffix == ".json" and file.read(1024).lstrip().startswith("["):
-            file.seek(0)
-            text = file.read()
-            rows = json.loads(text, object_pairs_hook=_without_repeats)
-            if not all(isinstance(row, dict) for row in rows):
-                raise ValueError("it must be an array of JSON objects.")
-            if _SURROGATE.search(text):
-                for number, row in enumerate(rows, start=1):
-                    _check_characters(f"row {number}", row)
-            yield from rows
-            return
+        is_array = suffix == ".json" and file.read(1024).lstrip().startswith("[")
         file.seek(0)
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line, object_pairs_hook=_without_repeats)
-            except ValueError as error:
-                raise ValueError(f"line {number} is not JSON ({error}). Write one JSON object per line.") from None
-            if not isinstance(row, dict):
-                raise ValueError(f"line {number} is not a JSON object. Write one JSON object per line.")
-            if _SURROGATE.search(line):
-                _check_characters(f"line {number}", row)
-            yield row
+        yield from _json_rows(file.read()) if is_array else _json_line_rows(file)
+
+
+def _csv_rows(file: TextIO) -> Iterator[Row]:
+    reader = csv.DictReader(file)
+    for row in reader:
+        if None in row:
+            raise ValueError(f"line {reader.line_num} has more values than the first line. Quote its commas.")
+        yield row
+
+
+def _json_rows(text: str) -> list[Row]:
+    """The rows of a JSON array."""
+    rows = json.loads(text, object_pairs_hook=_without_repeats)
+    if not all(isinstance(row, dict) for row in rows):
+        raise ValueError("it must be an array of JSON objects.")
+    if _SURROGATE.search(text):
+        for number, row in enumerate(rows, start=1):
+            _check_characters(f"row {number}", row)
+    return rows
+
+
+def _json_line_rows(file: TextIO) -> Iterator[Row]:
+    """The rows of JSON lines; empty lines are skipped."""
+    for number, line in enumerate(file, start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line, object_pairs_hook=_without_repeats)
+        except ValueError as error:
+            raise ValueError(f"line {number} is not JSON ({error}). Write one JSON object per line.") from None
+        if not isinstance(row, dict):
+            raise ValueError(f"line {number} is not a JSON object. Write one JSON object per line.")
+        if _SURROGATE.search(line):
+            _check_characters(f"line {number}", row)
+        yield row
 
 
 def _parquet_rows(path: Path) -> Iterator[Row]:
@@ -175,10 +192,11 @@ def read_yaml(path: str, *, flag: str, example: str) -> dict[str, Any]:
         """YAML's own loader keeps the last of two equal keys silently."""
 
         def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-            keys = [key.value for key, _ in node.value]
-            twice = next((key for i, key in enumerate(keys) if key in keys[:i]), None)
-            if twice is not None:
-                raise UsageError(f"{flag} {path}: the key {twice!r} is given twice. Keep one of them.")
+            keys: list[Any] = []
+            for key, _ in node.value:
+                if key.value in keys:
+                    raise UsageError(f"{flag} {path}: the key {key.value!r} is given twice. Keep one of them.")
+                keys.append(key.value)
             return super().construct_mapping(node, deep)
 
     try:
@@ -215,23 +233,26 @@ def words(values: Mapping[str, Any], *, prefix: str = "") -> list[str]:
         if isinstance(value, dict):
             inner = next(iter(value), "option")
             raise UsageError(f"{flag}: holds lines of its own. Write each in full: {flag}.{inner}: …")
+        argv.append(f"--{prefix}{flag}")
+        if value is True:
+            continue
         try:
-            parts = [] if value is True else shlex.split(",".join(texts(value)))
+            argv += shlex.split(",".join(texts(value)))
         except ValueError as error:
             raise UsageError(f"{flag}: {value!r}: {error}. Quote it as in a shell.") from None
-        argv += [f"--{prefix}{flag}", *parts]
     return argv
 
 
 def texts(value: object) -> list[str]:
     """A YAML value, or each of a list, in the form of a command line."""
-    values = value if isinstance(value, list) else [value]
-    return [str(part).lower() if isinstance(part, bool) else str(part) for part in values]
+    items = value if isinstance(value, list) else [value]
+    return [str(item).lower() if isinstance(item, bool) else str(item) for item in items]
 
 
 def has_boolean(value: object) -> bool:
     """Whether a YAML value, or one of a list, is true or false."""
-    return any(isinstance(item, bool) for item in (value if isinstance(value, list) else [value]))
+    items = value if isinstance(value, list) else [value]
+    return any(isinstance(item, bool) for item in items)
 
 
 def event_files(folder: Path) -> list[str]:
@@ -252,5 +273,7 @@ def read_scalars(folder: Path, files: Iterable[str]) -> Series:
         events.Reload()
         tags: Any = events.Tags()["scalars"]
         for tag in tags:
-            series.setdefault(tag, {}).update({event.step: event.value for event in events.Scalars(tag)})
+            values = series.setdefault(tag, {})
+            for event in events.Scalars(tag):
+                values[event.step] = event.value
     return {tag: dict(sorted(values.items())) for tag, values in sorted(series.items())}

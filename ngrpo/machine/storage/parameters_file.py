@@ -29,8 +29,8 @@ def save(folder: str | os.PathLike[str], perturbation: Perturbation, tensors: di
 
     path = os.path.join(folder, FILE)
     os.makedirs(os.path.dirname(path), exist_ok=True)
-    whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    save_file(whole, path, metadata={"name": perturbation.name, "spec": perturbation.fingerprint()})
+    on_host = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    save_file(on_host, path, metadata={"name": perturbation.name, "spec": perturbation.fingerprint()})
 
 
 def load_saved(module: nn.Module, perturbation: Perturbation, model: str, revision: str | None = None) -> bool:

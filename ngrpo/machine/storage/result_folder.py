@@ -19,7 +19,8 @@ from typing import Any, TypeVar
 from ngrpo.machine.console import Report
 from perturbations.errors import UsageError
 
-LOCK, SETTINGS = ".lock", "settings.json"
+LOCK = ".lock"
+SETTINGS = "settings.json"
 _CHECKSUM = "checksum"
 
 Opened = TypeVar("Opened", bound="ResultFolder")
@@ -86,8 +87,10 @@ class ResultFolder:
 
     def __init__(self, path: Path, report: Report = lambda line: None) -> None:
         """``report`` is called with a line about each repair."""
-        self.path, self._report = path, report
-        # The lock's file descriptor while the folder is held; child processes may keep it.
+        self.path = path
+        self._report = report
+        # The lock's file descriptor while the folder is held. Child processes may keep it, so that the folder stays
+        # held until they end too. (A lock of the package filelock would hide the descriptor.)
         self.lock = -1
 
     @classmethod
@@ -118,16 +121,17 @@ class ResultFolder:
 
     def claim(self, settings: Mapping[str, Any]) -> None:
         """Writes the settings into a new folder; ``UsageError`` where it has others or holds something else."""
-        held, now = self.read(SETTINGS), json.loads(json.dumps(settings))
-        if held is None and all(entry.name.startswith(".") for entry in self.path.iterdir()):
+        written = self.read(SETTINGS)
+        now = json.loads(json.dumps(settings))
+        if written is None and all(entry.name.startswith(".") for entry in self.path.iterdir()):
             self.write(SETTINGS, now)
             return
-        if not isinstance(held, dict):
+        if not isinstance(written, dict):
             raise UsageError(f"{self.path} holds something else: it has no valid {SETTINGS}. Give another --out.")
         changes = [
-            f"{key} was {_short(held.get(key))}, and is now {_short(now.get(key))}"
-            for key in {**held, **now}
-            if held.get(key) != now.get(key)
+            f"{key} was {_short(written.get(key))}, and is now {_short(now.get(key))}"
+            for key in {**written, **now}
+            if written.get(key) != now.get(key)
         ]
         if changes:
             raise UsageError(
@@ -154,9 +158,9 @@ class ResultFolder:
             return []
         with writing(path), path.open("r+b" if mend else "rb") as file:
             data = file.read()
-            *whole, tail = data.split(b"\n")
+            *whole_lines, tail = data.split(b"\n")
             if tail and _row(tail, keys) is not None:  # an editor left the last line's end out
-                whole.append(tail)
+                whole_lines.append(tail)
                 if mend:
                     file.write(b"\n")
             elif tail:
@@ -164,7 +168,7 @@ class ResultFolder:
                 if mend:
                     file.truncate(len(data) - len(tail))
         rows = []
-        for number, line in enumerate(whole, start=1):
+        for number, line in enumerate(whole_lines, start=1):
             row = _row(line, keys)
             if row is None:
                 raise UsageError(
@@ -231,15 +235,19 @@ def _checksum(value: Mapping[str, Any]) -> str:
 
 
 def _sealed(value: object) -> Any:
+    """An object with its checksum; other values as they are."""
     return {**value, _CHECKSUM: _checksum(value)} if isinstance(value, Mapping) else value
 
 
 def _intact(value: object) -> bool:
     """Whether a value has the checksum of its content, or none; takes the checksum out."""
-    return not isinstance(value, dict) or _CHECKSUM not in value or value.pop(_CHECKSUM) == _checksum(value)
+    if not isinstance(value, dict) or _CHECKSUM not in value:
+        return True
+    return value.pop(_CHECKSUM) == _checksum(value)
 
 
 def _row(line: bytes, keys: Iterable[str]) -> dict[str, Any] | None:
+    """The object of a line that is intact and has all keys; None for any other line."""
     with suppress(ValueError, RecursionError):
         row = json.loads(line)
         if isinstance(row, dict) and _intact(row) and row.keys() >= set(keys):

@@ -35,11 +35,23 @@ TRUNCATED_WEIGHTS: dict[str, Default] = {
     "--algo.advantage.is_correction_threshold": ("0", "10"),
 }
 
-_PROGRAM, _CONFIG = "cli/train_ppo_ray.py", "utils/config.py"
+_PROGRAM = "cli/train_ppo_ray.py"
+_CONFIG = "utils/config.py"
 _HELP = "See: ngrpo train --openrlhf-help"
 _NUMBER = re.compile(r"argument (?P<flag>\S+): invalid (?P<kind>int|float) value: (?P<value>.+)", re.DOTALL)
-_OURS = ("--perturbation", "--advantage", "--preset", "--model", "--task", "--hardware", "--run-dir", "--log-file")
-_OURS += ("--config", "--dry-run")
+# Flags of ngrpo that an unknown word may be meant to be.
+_OURS = (
+    "--perturbation",
+    "--advantage",
+    "--preset",
+    "--model",
+    "--task",
+    "--hardware",
+    "--run-dir",
+    "--log-file",
+    "--config",
+    "--dry-run",
+)
 
 
 @dataclass(frozen=True)
@@ -56,9 +68,12 @@ class Flag:
 
 @dataclass(frozen=True)
 class Flags:
-    """The flags of a command line: the user's words, and the words that :meth:`with_defaults` added.
+    """The flags of a command line.
 
-    ``off``: flags that no default brings back.
+    Attributes:
+        given: the user's words.
+        added: the words that :meth:`with_defaults` added.
+        off: flags that no default brings back.
     """
 
     given: Sequence[str] = ()
@@ -75,17 +90,22 @@ class Flags:
         argv = self.argv
         starts = [i for i, word in enumerate(argv) if i == 0 or word.startswith("--")]
         for start, end in zip(starts, [*starts[1:], len(argv)]):
-            name, equals, value = argv[start].partition("=")
-            part = tuple(argv[start:end])
-            if name.startswith("--"):
-                yield Flag(name, (value, *part[1:]) if equals else part[1:], part)
+            words = tuple(argv[start:end])
+            name, equals, value = words[0].partition("=")
+            if not name.startswith("--"):
+                yield Flag(name="", values=words, argv=words)
+            elif equals:
+                yield Flag(name=name, values=(value, *words[1:]), argv=words)
             else:
-                yield Flag("", part, part)
+                yield Flag(name=name, values=words[1:], argv=words)
 
     def value(self, name: str) -> str | None:
         """The value that argparse would take: the last one given; "" for a switch, None where the flag is absent."""
-        found = [flag.values for flag in self if flag.name == name]
-        return next(iter(found[-1]), "") if found else None
+        last_value = None
+        for flag in self:
+            if flag.name == name:
+                last_value = flag.values[0] if flag.values else ""
+        return last_value
 
     def has(self, *names: str) -> bool:
         """Whether one of these flags is there."""
@@ -115,9 +135,16 @@ class Flags:
         """The flags with the defaults of absent flags added."""
         new: list[str] = []
         for name, default in defaults.items():
-            if not self.has(name) and name not in self.off:
-                new += [name, *((default,) if isinstance(default, str) else default or ())]
-        return replace(self, added=(*self.added, *new)) if new else self  # its arguments may be parsed already
+            if self.has(name) or name in self.off:
+                continue
+            new.append(name)
+            if isinstance(default, str):
+                new.append(default)
+            elif default is not None:
+                new += default
+        if not new:
+            return self  # with its arguments, which may be parsed already
+        return replace(self, added=(*self.added, *new))
 
     def without(self, *names: str) -> Flags:
         """The flags but those of these names."""
@@ -134,21 +161,33 @@ class Flags:
         def words(flag: Flag) -> tuple[str, ...]:
             if not flag.name.endswith(ending) or not flag.values:
                 return flag.argv
-            value = ",".join(change(part.strip()) for part in flag.values[0].split(","))
-            return (flag.name, value, *flag.values[1:])
+            names = flag.values[0].split(",")
+            changed_names = ",".join(change(name.strip()) for name in names)
+            return (flag.name, changed_names, *flag.values[1:])
 
         return self._changed(words)
 
     def _changed(self, words: Callable[[Flag], tuple[str, ...]]) -> Flags:
-        given, added = ([word for flag in Flags(argv) for word in words(flag)] for argv in (self.given, self.added))
-        return Flags(given, added, self.off)
+        """The flags with other words for each flag."""
+
+        def changed(argv: Sequence[str]) -> list[str]:
+            new_argv: list[str] = []
+            for flag in Flags(argv):
+                new_argv += words(flag)
+            return new_argv
+
+        return Flags(given=changed(self.given), added=changed(self.added), off=self.off)
 
 
 @lru_cache(maxsize=1)
 def defaults() -> dict[str, str]:
     """OpenRLHF's default of each flag that has one, as on a command line."""
-    there = [action for action in actions() if isinstance(action.default, str | int | float)]
-    return {flag: str(action.default) for action in there for flag in action.option_strings}
+    by_flag = {}
+    for action in actions():
+        if isinstance(action.default, str | int | float):
+            for flag in action.option_strings:
+                by_flag[flag] = str(action.default)
+    return by_flag
 
 
 @lru_cache(maxsize=1)
@@ -158,10 +197,13 @@ def actions() -> list[argparse.Action]:
 
 
 def _flat(prefix: str, nested: SimpleNamespace) -> dict[str, Any]:
+    """The values of nested namespaces, with a dot between the names."""
     settings: dict[str, Any] = {}
     for name, value in vars(nested).items():
-        inner = isinstance(value, SimpleNamespace)
-        settings |= _flat(f"{prefix}{name}.", value) if inner else {prefix + name: value}
+        if isinstance(value, SimpleNamespace):
+            settings |= _flat(f"{prefix}{name}.", value)
+        else:
+            settings[f"{prefix}{name}"] = value
     return settings
 
 
@@ -194,18 +236,23 @@ class _Parser(argparse.ArgumentParser):
     def parse_args(self) -> argparse.Namespace:  # type: ignore[override]
         namespace, unknown = self.parse_known_args(self._argv)
         if unknown:
-            flags = [flag for action in self._actions for flag in action.option_strings]
+            flags = [*_OURS]
+            for action in self._actions:
+                flags += action.option_strings
             what = "flag" if unknown[0].startswith("-") else "word"
-            raise UsageError(f"unknown {what} {unknown[0]!r}.{nearest(unknown[0], [*flags, *_OURS])} {_HELP}")
+            raise UsageError(f"unknown {what} {unknown[0]!r}.{nearest(unknown[0], flags)} {_HELP}")
         return namespace
 
 
 def parsed(argv: Sequence[str]) -> dict[str, Any]:
     """Runs OpenRLHF's block; returns its variables, ``parser`` and ``args`` among them."""
     hierarchize, block = _compiled()
-    parser = SimpleNamespace(ArgumentParser=partial(_Parser, argv))
-    # It prints its warnings when the training starts.
-    variables = {"argparse": parser, "datetime": datetime, "hierarchize": hierarchize, "print": lambda *parts: None}
+    variables: dict[str, Any] = {
+        "argparse": SimpleNamespace(ArgumentParser=partial(_Parser, argv)),
+        "datetime": datetime,
+        "hierarchize": hierarchize,
+        "print": lambda *values: None,  # OpenRLHF prints its warnings when the training starts
+    }
     exec(block, variables)
     return variables
 
@@ -219,8 +266,15 @@ def _compiled() -> tuple[Callable[[Any], Any], CodeType]:
     nesting: dict[str, Any] = {}
     exec(compile((folder / _CONFIG).read_text(encoding="utf-8"), _CONFIG, "exec"), nesting)
     module = ast.parse((folder / _PROGRAM).read_text(encoding="utf-8"))
-    block = next(node.body for node in module.body if isinstance(node, ast.If) and "__main__" in ast.dump(node.test))
-    # `if args.use_ms:` goes with the imports: it imports a patch of the hub's client for the whole process.
-    imports = ast.Import | ast.ImportFrom
-    nodes = [node for node in block[:-1] if not any(isinstance(part, imports) for part in ast.walk(node))]
-    return nesting["hierarchize"], compile(ast.Module(nodes, []), _PROGRAM, "exec")
+    block: list[ast.stmt] = []
+    for node in module.body:
+        if isinstance(node, ast.If) and "__main__" in ast.dump(node.test):
+            block = node.body
+    # `if args.use_ms:` is left out with the imports: it imports a patch of the hub's client for the whole process.
+    statements = [statement for statement in block[:-1] if not _imports(statement)]
+    return nesting["hierarchize"], compile(ast.Module(statements, []), _PROGRAM, "exec")
+
+
+def _imports(statement: ast.stmt) -> bool:
+    """Whether a statement is, or has in it, an import."""
+    return any(isinstance(node, ast.Import | ast.ImportFrom) for node in ast.walk(statement))

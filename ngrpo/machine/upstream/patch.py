@@ -37,27 +37,45 @@ def state_of(module: str, attribute: str, expected: str, root: Path | None = Non
     ``"class"``; or ``"import"`` for a name that the module merely imports. ``root`` has another release's sources.
     """
     source = source_of(module, root)
-    return f"no module {module}" if source is None else _state_in(source, attribute, expected)
+    if source is None:
+        return f"no module {module}"
+    return _state_in(source, attribute, expected)
 
 
-@cache  # a comparison checks each of its strategies
+@cache  # a comparison checks the same rows for each of its arms
 def _state_in(source: str, attribute: str, expected: str) -> str:
+    """As :func:`state_of`, of a module's source."""
     tree = _parsed(source)
     if expected == "import":
-        imports = (node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom | ast.Import))
-        names = [IMPORT, *(alias.asname or alias.name for node in imports for alias in node.names)]
-        return "import" if attribute in names else _MISSING
+        return "import" if attribute == IMPORT or attribute in _imported_names(tree) else _MISSING
     node = definition(tree, attribute)
     if node is None:
         return _MISSING
-    if not expected.startswith("sha:"):
-        if isinstance(node, ast.ClassDef):
-            return "class"
-        arguments = node.args
-        names = [each.arg for each in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
-        found = f"({', '.join(names)})"
-        return expected if fnmatchcase(found, expected.replace("...", "*")) else found
-    # A hash of the text and not of the tree, because ast.dump differs between Python versions.
+    if expected.startswith("sha:"):
+        return _digest(source, node)
+    if isinstance(node, ast.ClassDef):
+        return "class"
+    signature = _signature(node)
+    return expected if fnmatchcase(signature, expected.replace("...", "*")) else signature
+
+
+def _imported_names(tree: ast.Module) -> set[str]:
+    """The names that a module, or a function in it, imports."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom | ast.Import):
+            names |= {alias.asname or alias.name for alias in node.names}
+    return names
+
+
+def _signature(node: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
+    """The parameters of a function, ``(self, x, y)``; starred ones are left out."""
+    parameters = (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)
+    return f"({', '.join(parameter.arg for parameter in parameters)})"
+
+
+def _digest(source: str, node: Definition) -> str:
+    """``sha:`` and a hash of a definition's text, and not of its tree: ast.dump differs between Python versions."""
     start = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
     lines = [line.rstrip() for line in source.splitlines()[start - 1 : node.end_lineno]]
     return "sha:" + hashlib.sha256("\n".join(lines).encode()).hexdigest()[:12]
@@ -73,15 +91,17 @@ def source_of(module: str, root: Path | None = None) -> str | None:
         origin = Path(spec.origin)
         root = origin.parents[1] if origin.name == "__init__.py" else origin.parent
     path = root.joinpath(*module.split("."))
-    file = next((each for each in (path.with_suffix(".py"), path / "__init__.py") if each.is_file()), None)
-    return None if file is None else file.read_text(encoding="utf-8")
+    for file in (path.with_suffix(".py"), path / "__init__.py"):
+        if file.is_file():
+            return file.read_text(encoding="utf-8")
+    return None
 
 
 def definition(tree: ast.Module, dotted: str) -> Definition | None:
     """The last definition of a dotted name in a module."""
     node: ast.Module | Definition = tree
     for name in dotted.split("."):
-        matches = [each for each in node.body if isinstance(each, Definition) and each.name == name]
+        matches = [child for child in node.body if isinstance(child, Definition) and child.name == name]
         if not matches:
             return None
         node = matches[-1]
@@ -103,7 +123,7 @@ class Patch:
         when: the condition under which the patch is active, e.g. ``"cpu"``, or several with "or" between them.
         upstream: the expected state, in a form of :func:`state_of`.
         checked: distribution and release that the patch was checked with.
-        why: the reason, in one line.
+        why: the reason, as a whole sentence; the table is on a page of the docs.
     """
 
     module: str
@@ -162,29 +182,37 @@ def place(patches: Iterable[Patch]) -> None:
 
 
 def _apply(module: ModuleType, patch: Patch) -> None:
+    """Puts the replacement in the place of the original, in a module that has been executed."""
     if patch.attribute == IMPORT:
         return
     owner: Any = module
     *path, name = patch.attribute.split(".")
-    for part in path:
-        owner = getattr(owner, part)
-    original, ours = getattr(owner, name), patch.replacement()
-    replacement = _remote(original, ours) if hasattr(original, "__ray_metadata__") else ours(original)
+    for owner_name in path:
+        owner = getattr(owner, owner_name)
+    original = getattr(owner, name)
+    make_replacement = patch.replacement()
+    if hasattr(original, "__ray_metadata__"):
+        replacement = _remote(original, make_replacement)
+    else:
+        replacement = make_replacement(original)
     if isinstance(original, type):  # pickled by its name, under which every process finds its own
-        replacement.__module__, replacement.__qualname__ = original.__module__, original.__qualname__
+        replacement.__module__ = original.__module__
+        replacement.__qualname__ = original.__qualname__
         replacement.__name__ = original.__name__
     setattr(owner, name, replacement)
 
 
-def _remote(actor_class: Any, ours: Any) -> Any:
+def _remote(actor_class: Any, make_replacement: Callable[[Any], Any]) -> Any:
     """Replaces the plain class behind a ``@ray.remote`` class, which Ray pickles by value from the driver."""
     import ray
 
     plain = actor_class.__ray_metadata__.modified_class.__ray_actor_class__
-    subclass = ours(plain)
+    subclass = make_replacement(plain)
     subclass.__name__ = subclass.__qualname__ = plain.__name__  # The name in Ray's logs and errors.
     options = dict(actor_class._default_options)
-    return ray.remote(**options)(subclass) if options else ray.remote(subclass)
+    if options:
+        return ray.remote(**options)(subclass)
+    return ray.remote(subclass)  # `ray.remote()` without options is an error
 
 
 class _Finder(MetaPathFinder):

@@ -12,7 +12,6 @@ import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import accumulate
 from typing import Any
 
 from perturbations.errors import UsageError
@@ -21,7 +20,17 @@ GIB = 2**30
 CARD = 80
 """GB of a card of which nothing is known."""
 # GB of the cards that Ray 2.55 names (ray.util.accelerators); of two sizes under one name the smaller one.
-_CARDS = {"A100": 40, "A100-40G": 40, "A10G": 24, "B200": 180, "H200": 141, "L4": 24, "L40S": 48, "T4": 16, "V100": 16}
+_CARDS = {
+    "A100": 40,
+    "A100-40G": 40,
+    "A10G": 24,
+    "B200": 180,
+    "H200": 141,
+    "L4": 24,
+    "L40S": 48,
+    "T4": 16,
+    "V100": 16,
+}
 _SHAPE = re.compile(r"(?:(?:(\d+)x)?(\d+)x)?(\d+(?:\.\d+)?)")  # nodes, GPUs, GB
 
 
@@ -53,7 +62,8 @@ class Machine:
         """``2 × 8 GPUs of 79.2 GiB``."""
         nodes = f"{len(self.per_node)} × " if len(self.per_node) > 1 else ""
         gpus = self.per_node[0] if len(set(self.per_node)) == 1 else self.per_node
-        return f"{nodes}{gpus} GPU{'s' * (self.total != 1)} of {self.memory / GIB:.3g} GiB ({self.source})"
+        unit = "GPU" if self.total == 1 else "GPUs"
+        return f"{nodes}{gpus} {unit} of {self.memory / GIB:.3g} GiB ({self.source})"
 
 
 def card(gigabytes: float) -> float:
@@ -63,17 +73,30 @@ def card(gigabytes: float) -> float:
 
 def planned(text: str, flag: str) -> Machine:
     """The machine of ``--dry-run``: ``80``, ``8x80`` or ``2x8x80``, GB of a GPU last; ``true`` for the current one."""
-    known = here()
+    current = here()
     if text.lower() == "true":
-        return known or Machine((8,), card(CARD), f"assumed; {flag} 1x{CARD} plans for one GPU", assumed=True)
-    match, source = _SHAPE.fullmatch(text), f"as {flag} says"
-    nodes, gpus, gigabytes = (float(number or 1) for number in match.groups()) if match else (0, 0, 0)
-    if min(nodes, gpus, gigabytes) <= 0:
-        shapes = f"{CARD}, 8x{CARD} or 2x8x{CARD}"
-        raise UsageError(f"{flag} {text}: must be GB of one GPU, GPUs x GB, or nodes x GPUs x GB, as in {shapes}.")
+        if current is not None:
+            return current
+        return Machine(
+            per_node=(8,),
+            memory=card(CARD),
+            source=f"assumed; {flag} 1x{CARD} plans for one GPU",
+            assumed=True,
+        )
+    match = _SHAPE.fullmatch(text)
+    numbers = [float(number or 1) for number in match.groups()] if match else [0.0]
+    if min(numbers) <= 0:
+        raise UsageError(
+            f"{flag} {text}: must be GB of one GPU, GPUs x GB, or nodes x GPUs x GB, as in {CARD}, 8x{CARD} or"
+            f" 2x8x{CARD}."
+        )
+    nodes, gpus, gigabytes = numbers
+    source = f"as {flag} says"
     if "x" in text:
-        return Machine((int(gpus),) * int(nodes), card(gigabytes), source)
-    return Machine(known.per_node if known else (8,), card(gigabytes), source, assumed=known is None)
+        return Machine(per_node=(int(gpus),) * int(nodes), memory=card(gigabytes), source=source)
+    if current is None:
+        return Machine(per_node=(8,), memory=card(gigabytes), source=source, assumed=True)
+    return Machine(per_node=current.per_node, memory=card(gigabytes), source=source)
 
 
 def here() -> Machine | None:
@@ -83,11 +106,17 @@ def here() -> Machine | None:
         return joined[0] if joined[0].total else None
     import torch
 
-    number = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if number == 0:
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if gpus == 0:
         return None
-    memory = min(torch.cuda.get_device_properties(each).total_memory for each in range(number))
-    return Machine((number,), float(memory), "this machine's", cpus=os.cpu_count(), free=_free_memory())
+    memory = min(torch.cuda.get_device_properties(index).total_memory for index in range(gpus))
+    return Machine(
+        per_node=(gpus,),
+        memory=float(memory),
+        source="this machine's",
+        cpus=os.cpu_count(),
+        free=_free_memory(),
+    )
 
 
 def _free_memory() -> float | None:
@@ -96,7 +125,8 @@ def _free_memory() -> float | None:
     torch could tell too, but would begin a context of half a gigabyte on each GPU.
     """
     command = ["nvidia-smi", "--query-gpu=memory.free", "--format=csv,noheader,nounits"]
-    if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible:
         command.append(f"--id={visible}")
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
@@ -116,6 +146,7 @@ def cluster() -> tuple[Machine, bool] | None:
 
 @lru_cache
 def _nodes(address: str) -> tuple[Machine, bool]:
+    """As :func:`cluster`, for an address; asked once, since joining a cluster takes seconds."""
     import ray
 
     joined = not ray.is_initialized()
@@ -131,13 +162,21 @@ def _nodes(address: str) -> tuple[Machine, bool]:
     finally:
         if joined:
             ray.shutdown()
-    with_gpus = [node for node in nodes if node.get("GPU", 0) >= 1]
-    resources = [name.partition(":") for node in with_gpus for name in node]
-    cards = [card_name for kind, _, card_name in resources if kind == "accelerator_type"]
-    size = min((_CARDS.get(name, CARD) for name in cards), default=CARD)
-    source = f"of the Ray cluster at {address}, {', '.join(sorted(set(cards))) or 'of an unnamed type'}"
-    per_node = tuple(int(node["GPU"]) for node in with_gpus)
-    return Machine(per_node, card(size), source, cpus=int(sum(node.get("CPU", 0) for node in nodes))), bool(cards)
+    nodes_with_gpus = [node for node in nodes if node.get("GPU", 0) >= 1]
+    card_names = set()
+    for node in nodes_with_gpus:
+        for resource in node:
+            kind, _, card_name = resource.partition(":")  # accelerator_type:A100
+            if kind == "accelerator_type":
+                card_names.add(card_name)
+    gigabytes = min((_CARDS.get(name, CARD) for name in card_names), default=CARD)
+    machine = Machine(
+        per_node=tuple(int(node["GPU"]) for node in nodes_with_gpus),
+        memory=card(gigabytes),
+        source=f"of the Ray cluster at {address}, {', '.join(sorted(card_names)) or 'of an unnamed type'}",
+        cpus=int(sum(node.get("CPU", 0) for node in nodes)),
+    )
+    return machine, bool(card_names)
 
 
 @lru_cache
@@ -159,7 +198,11 @@ def started_here() -> str | None:
 
 Args = Mapping[str, Any]
 """OpenRLHF's arguments after its own conditions, by their names without dashes."""
-ACTOR, REFERENCE, CRITIC, REWARD, ENGINES = "actor", "reference", "critic", "reward model", "vLLM engines"
+ACTOR = "actor"
+REFERENCE = "reference"
+CRITIC = "critic"
+REWARD = "reward model"
+ENGINES = "vLLM engines"
 _ROLES = {ACTOR: "actor", REFERENCE: "ref", CRITIC: "critic", REWARD: "reward"}
 
 
@@ -189,38 +232,60 @@ def is_hybrid(args: Args) -> bool:
 
 
 def groups(args: Args) -> list[Group]:
-    """All GPUs of a run."""
+    """All GPUs of a run, in the order in which OpenRLHF asks Ray for them."""
     engines = (args["vllm.num_engines"] or 0) * args["vllm.tensor_parallel_size"]
-    has_reference, has_critic = args["algo.kl.init_coef"] > 0, bool(args["critic.model_name_or_path"])
+    has_reference = args["algo.kl.init_coef"] > 0
+    has_critic = bool(args["critic.model_name_or_path"])
     has_reward_model = not args["reward.remote_url"]
-    everything = args["train.colocate_all"]
-    # The two then leave the others, also where all models were to be together.
+    colocate_all = args["train.colocate_all"]
+    # Critic and reward model then share GPUs of their own, even with --train.colocate_all.
     pair = has_critic and args["train.colocate_critic_reward"]
-    together = [ACTOR] if everything or args["train.colocate_actor_ref"] else []
-    if together and has_reference:
-        together.append(REFERENCE)
-    if everything and not pair:
-        together += [CRITIC] * has_critic + [REWARD] * has_reward_model
+
+    together = []
+    if colocate_all or args["train.colocate_actor_ref"]:
+        together.append(ACTOR)
+        if has_reference:
+            together.append(REFERENCE)
+    if colocate_all and not pair:
+        if has_critic:
+            together.append(CRITIC)
+        if has_reward_model:
+            together.append(REWARD)
     if is_hybrid(args) and engines:
         together.append(ENGINES)
-    actor, critic = world_size(args, "actor"), world_size(args, "critic")
-    # In the order in which OpenRLHF asks for them.
-    apart: list[tuple[bool, int, tuple[str, ...]]] = [
-        (bool(engines), engines, (ENGINES,)),
-        (True, actor, (ACTOR,)),
-        (has_reference, world_size(args, "ref"), (REFERENCE,)),
-        (pair, critic, (CRITIC, REWARD) if has_reward_model else (CRITIC,)),
-        (has_critic and not pair, critic, (CRITIC,)),
-        (has_reward_model and not pair, world_size(args, "reward"), (REWARD,)),
-    ]
-    wanted = [(actor, tuple(together))] if together else []
-    wanted += [(gpus, models) for exists, gpus, models in apart if exists and models[0] not in together]
-    ends = list(accumulate(gpus for gpus, _ in wanted))
-    return [Group(end - gpus, gpus, models) for end, (gpus, models) in zip(ends, wanted)]
+
+    requests: list[tuple[int, tuple[str, ...]]] = []
+    if together:
+        requests.append((world_size(args, "actor"), tuple(together)))
+    if engines and ENGINES not in together:
+        requests.append((engines, (ENGINES,)))
+    if ACTOR not in together:
+        requests.append((world_size(args, "actor"), (ACTOR,)))
+    if has_reference and REFERENCE not in together:
+        requests.append((world_size(args, "ref"), (REFERENCE,)))
+    if pair:
+        requests.append((world_size(args, "critic"), (CRITIC, REWARD) if has_reward_model else (CRITIC,)))
+    elif has_critic and CRITIC not in together:
+        requests.append((world_size(args, "critic"), (CRITIC,)))
+    if has_reward_model and not pair and REWARD not in together:
+        requests.append((world_size(args, "reward"), (REWARD,)))
+
+    placed = []
+    first = 0
+    for gpus, models in requests:
+        placed.append(Group(first=first, gpus=gpus, models=models))
+        first += gpus
+    return placed
 
 
 def rank_groups(args: Args) -> dict[str, int]:
     """For each role of the trainer, how many groups of its ranks train, or are asked, with responses of their own."""
-    held = {model for group in groups(args) for model in group.models}
+    placed_models: set[str] = set()
+    for group in groups(args):
+        placed_models |= set(group.models)
     split = args["ds.ring_attn_size"] * args["ds.tensor_parallel_size"]
-    return {role: max(world_size(args, role) // split, 1) for model, role in _ROLES.items() if model in held}
+    groups_by_role = {}
+    for model, role in _ROLES.items():
+        if model in placed_models:
+            groups_by_role[role] = max(world_size(args, role) // split, 1)
+    return groups_by_role

@@ -14,8 +14,10 @@ from ngrpo import __version__
 from perturbations.errors import UsageError
 
 OPENRLHF = "0.11.2"
-# vLLM 0.32 wants a later transformers than OpenRLHF pins: it has perturbed rollouts, and no training by OpenRLHF.
-_FIRST, _LAST, _LAST_OF_ROLLOUTS = (0, 26), (0, 31), (0, 32)
+_FIRST = (0, 26)
+_LAST = (0, 31)
+# vLLM 0.32 needs a later transformers than OpenRLHF pins: it has perturbed rollouts, and no training by OpenRLHF.
+_LAST_OF_ROLLOUTS = (0, 32)
 VLLM = "0.26 to 0.31"
 VLLM_OF_ROLLOUTS = "0.26 to 0.32"
 VLLM_LAST = "0.29.0"
@@ -26,7 +28,10 @@ _PACKAGES = ("openrlhf", "torch", "transformers", "ray", "deepspeed", "numpy")
 def is_supported_vllm(release: str, last: tuple[int, int] = _LAST) -> bool:
     """Whether a version is in the range :data:`VLLM`."""
     match = re.match(r"(\d+)\.(\d+)", release)
-    return match is not None and _FIRST <= (int(match[1]), int(match[2])) <= last
+    if match is None:
+        return False
+    major_and_minor = (int(match[1]), int(match[2]))
+    return _FIRST <= major_and_minor <= last
 
 
 def has_rollouts(release: str) -> bool:
@@ -49,7 +54,8 @@ def installed_vllm() -> str | None:
 
 def check_stack() -> None:
     """Raises ``UsageError`` where OpenRLHF or vLLM is missing or not supported, or transformers fails."""
-    openrlhf, vllm = installed("openrlhf"), installed_vllm()
+    openrlhf = installed("openrlhf")
+    vllm = installed_vllm()
     install = f"pip install --no-deps openrlhf=={OPENRLHF}"
     if openrlhf is None:
         raise UsageError(
@@ -72,17 +78,21 @@ def check_transformers() -> None:
     try:
         import transformers  # noqa: F401
     except ImportError as error:
-        # What it would try is another transformers, which OpenRLHF does not allow.
-        found = str(error).partition("\n")[0]
-        wanted, required, _ = found.partition(" is required")
-        fix = f"pip install '{wanted}'" if required else "pip install transformers, as docs/install.md has it"
-        raise UsageError(f"transformers {installed('transformers')} cannot be imported: {found} Run: {fix}") from error
+        # The further lines of the error recommend another transformers, which OpenRLHF does not allow.
+        reason = str(error).partition("\n")[0]
+        requirement, is_required, _ = reason.partition(" is required")
+        fix = f"pip install '{requirement}'" if is_required else "pip install transformers, as docs/install.md has it"
+        raise UsageError(f"transformers {installed('transformers')} cannot be imported: {reason} Run: {fix}") from error
 
 
 def versions(model_runner: str | None = None) -> dict[str, str | None]:
     """Versions of the computing software, for results; ``model_runner``: the one of vLLM's that drew the rollouts."""
-    releases = {"ngrpo": __version__, "vllm": installed_vllm(), **{name: installed(name) for name in _PACKAGES}}
-    return {**releases, "model runner": model_runner} if model_runner else releases
+    releases = {"ngrpo": __version__, "vllm": installed_vllm()}
+    for name in _PACKAGES:
+        releases[name] = installed(name)
+    if model_runner:
+        releases["model runner"] = model_runner
+    return releases
 
 
 def machine() -> dict[str, Any]:
@@ -99,6 +109,9 @@ def processor() -> str:
     """The processor's name, as Linux has it."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as info:
-            return next(line.split(":")[1].strip() for line in info if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
+            for line in info:
+                if line.startswith("model name"):
+                    return line.split(":")[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()

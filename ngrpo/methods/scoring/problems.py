@@ -302,8 +302,7 @@ def _messages(value: Any) -> Messages:
     """A text as a user's message, or a list of messages with every field that a chat template may show."""
     fault = conversation.fault(value)
     if fault:
-        fix = conversation.FIXES.get(fault, conversation.PROMPT)
-        raise UsageError(f"no question: the prompt is {fault}. {fix}")
+        raise UsageError(f"no question: the prompt is {fault}. {fault.fix}")
     messages = [{"role": "user", "content": value}] if isinstance(value, str) else value
     return tuple(conversation.normalised(messages))
 

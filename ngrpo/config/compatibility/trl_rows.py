@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Arguments of TRL's trainer that a perturbation refuses."""
+
+from ngrpo.config import features
+from ngrpo.config.compatibility.row import Row
+from ngrpo.config.features import when
+
+TRL = (
+    Row(
+        what=features.WITHOUT_VLLM,
+        conflicts_with=features.IN_ENGINE,
+        why="rollouts are perturbed inside vLLM",
+        fix="set use_vllm=True",
+    ),
+    Row(
+        what=features.VLLM_SERVER,
+        conflicts_with=features.IN_ENGINE,
+        why="its records stay in the server",
+        fix="set vllm_mode='colocate'",
+    ),
+    Row(
+        what=when("tools", lambda combination: combination.arguments.get("tools")),
+        conflicts_with=features.IN_ENGINE,
+        why="records cover one turn",
+    ),
+    Row(
+        what=when("environments", lambda combination: combination.arguments.get("environment_factory")),
+        conflicts_with=features.IN_ENGINE,
+        why="records cover one turn",
+    ),
+    Row(
+        what=when("rollout_func", lambda combination: combination.arguments.get("rollout_func")),
+        conflicts_with=features.IN_ENGINE,
+        why="its responses have no records",
+    ),
+    Row(
+        what=features.LIGER,
+        conflicts_with=features.IN_ENGINE,
+        why="its loss bypasses the log-probabilities",
+    ),
+    Row(
+        what=features.filtered_weights,
+        conflicts_with=features.IN_ENGINE,
+        why="importance weights would compare the changed distribution with the model's",
+        fix="leave them out, or set vllm_importance_sampling_correction=False",
+    ),
+    Row(
+        what=features.PARAMETERS,
+        conflicts_with=features.IN_TRL,
+        why="TRL would neither train nor send its parameters",
+        fix="use the variant without them, or OpenRLHF",
+    ),
+    Row(
+        what=features.DENSITY,
+        conflicts_with=features.IN_TRL,
+        why="TRL's loss takes the token's log-probability",
+        fix="set density='token'",
+    ),
+)

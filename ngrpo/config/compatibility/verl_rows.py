@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pairs that verl refuses: VERL_ADVANTAGE with an advantage, VERL with a perturbation."""
+
+from ngrpo.config import features
+from ngrpo.config.compatibility.row import Row, rows
+from ngrpo.config.features import above_one, none_of, verl
+
+VERL_ADVANTAGE = (
+    Row(
+        what=features.BEYOND_REWARDS,
+        conflicts_with=features.IN_VERL,
+        why="it looks at more than rewards, which verl does not give it",
+        fix="use another",
+    ),
+    Row(
+        what=features.CHANGING,
+        conflicts_with=features.IN_VERL,
+        why="it changes over the run, and verl does not tell it the training step",
+        fix="leave out its option k_end, or what else changes it, or train with OpenRLHF",
+    ),
+    Row(
+        what=features.ROUTING,
+        conflicts_with=features.IN_VERL,
+        why="verl has a routing replay of its own",
+        fix="leave it out, and set verl's own",
+    ),
+    Row(
+        what=features.kl_in_reward,
+        conflicts_with=features.ADVANTAGE,
+        why="verl subtracts the KL term from the rewards that an advantage compares; OpenRLHF does not",
+        fix="set it to 0 or False, or have the term in the loss: --algo.kl.use_loss, in verl"
+        " actor_rollout_ref.actor.use_kl_loss=True",
+    ),
+)
+
+VERL = (
+    Row(
+        what=verl("trainer.use_v1", lambda value: value is False),
+        conflicts_with=features.IN_ENGINE,
+        why="batches of verl's older trainer carry no records",
+    ),
+    Row(
+        what=verl("actor_rollout_ref.rollout.name", none_of("vllm")),
+        conflicts_with=features.IN_ENGINE,
+        why="rollouts are perturbed inside vLLM",
+        fix="use vllm",
+    ),
+    *rows(
+        [
+            verl("actor_rollout_ref.actor.strategy", none_of("fsdp", "fsdp2")),
+            verl("actor_rollout_ref.ref.strategy", none_of("fsdp", "fsdp2")),
+        ],
+        conflicts_with=features.IN_ENGINE,
+        why="only fsdp and fsdp2 replay",
+        fix="use one of these",
+    ),
+    *rows(
+        [verl(f"{engine}.pad_to_length") for engine in features.VERL_ENGINES],
+        conflicts_with=features.IN_ENGINE,
+        why="a packed batch must be its samples alone",
+    ),
+    *rows(
+        [verl(f"{engine}.ulysses_sequence_parallel_size", above_one) for engine in features.VERL_ENGINES],
+        conflicts_with=features.IN_ENGINE,
+        why="it splits a sequence",
+        fix="set it to 1",
+    ),
+    Row(
+        what=verl("actor_rollout_ref.rollout.agent.default_agent_loop", none_of(None, "single_turn_agent")),
+        conflicts_with=features.IN_ENGINE,
+        why="records cover one turn",
+    ),
+    Row(
+        what=verl("actor_rollout_ref.rollout.agent.agent_loop_manager_class"),
+        conflicts_with=features.IN_ENGINE,
+        why="it takes the place of the manager that attaches the records",
+    ),
+    Row(
+        what=verl("actor_rollout_ref.rollout.multi_turn.enable"),
+        conflicts_with=features.IN_ENGINE,
+        why="records cover one turn",
+    ),
+    Row(
+        what=verl("actor_rollout_ref.rollout.disaggregation.enabled"),
+        conflicts_with=features.IN_ENGINE,
+        why="one engine must feed prompt and response",
+    ),
+    Row(
+        what=verl("actor_rollout_ref.actor.use_prefix_grouper"),
+        conflicts_with=features.IN_ENGINE,
+        why="it shares prompts among samples",
+    ),
+    Row(
+        what=verl("distillation.enabled"),
+        conflicts_with=features.IN_ENGINE,
+        why="the teacher's log-probabilities are not replayed",
+    ),
+    Row(
+        what=verl("algorithm.rollout_correction.bypass_mode"),
+        conflicts_with=features.IN_ENGINE,
+        why="the replay would not be measured",
+    ),
+    Row(
+        what=features.critic,
+        conflicts_with=features.IN_ENGINE,
+        why="its values are not replayed",
+        fix="use an estimator without one, such as grpo",
+    ),
+    Row(
+        what=features.PARAMETERS,
+        conflicts_with=features.IN_VERL,
+        why="verl would neither train nor send its parameters",
+        fix="use the variant without them, or OpenRLHF",
+    ),
+    Row(
+        what=verl("actor_rollout_ref.model.use_fused_kernels"),
+        conflicts_with=features.DENSITY,
+        why="a density needs the logits",
+        fix="leave it out, or set +perturbation.density=token",
+    ),
+    Row(
+        what=verl("algorithm.rollout_correction.rollout_is"),
+        conflicts_with=features.DENSITY,
+        why="its ratio is the token's",
+        fix="leave it out, or set +perturbation.density=token",
+    ),
+    Row(
+        what=verl("actor_rollout_ref.actor.use_kl_loss"),
+        conflicts_with=features.SCORE_ONLY,
+        why="verl's losses share one log-probability",
+        fix="leave it out, or set +perturbation.density=token",
+    ),
+    Row(
+        what=verl("actor_rollout_ref.actor.ppo_epochs", above_one),
+        conflicts_with=features.SCORE_ONLY,
+        why="the density's gradient is that of the first update",
+        fix="leave it out, or set +perturbation.density=token",
+    ),
+)
