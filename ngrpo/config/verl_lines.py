@@ -4,6 +4,7 @@
 from collections.abc import Mapping
 
 from ngrpo.config import compatibility, kinds
+from ngrpo.config.complete_run import CompleteRun
 from ngrpo.config.features import ESTIMATOR, KL, LOSS, Combination
 from ngrpo.config.run import SETTINGS, RunConfig
 from ngrpo.machine.models import conversation
@@ -34,12 +35,13 @@ _OWN = ("--ckpt.", "--logger.")  # of each trainer
 _UNTRANSLATED = ("reproducible", "eval_at_start", "report_groups", "task")  # settings of a run that verl lacks
 
 
-def of_run(run: RunConfig, flags: Flags) -> tuple[list[str], list[str]]:
-    """The overrides of a run with complete flags of OpenRLHF, its defaults included, and the flags without an override.
+def of_run(complete: CompleteRun) -> tuple[list[str], list[str]]:
+    """The overrides of a run with the flags of its algorithm's layers, and the flags without an override.
 
     Raises:
         UsageError: for methods, estimators and losses that verl lacks, and for flags that would change our advantage.
     """
+    run, flags = complete.run, complete.flags
     of_openrlhf = [kind.flag for kind in kinds.run_level_kinds() if kind.name in run.specs and kind.name != "advantage"]
     of_openrlhf += [f"--sampling.{name}" for name in run.sampling.given() if name != "top_k"]
     if of_openrlhf:

@@ -76,8 +76,8 @@ MUTATIONS = {
     ("ngrpo/trainers/openrlhf/model_actors.py", _FURTHER): [
         ("[rows[sample == i] + 1 for", "[rows[sample == i] for", "rep_exp: the states that chose the tokens"),
     ],
-    ("ngrpo/config/rules.py", _OBJECTIVES): [
-        ("if bound > 10 else", "if bound > 0 else", "a clip narrower than OpenRLHF's own"),
+    ("ngrpo/config/complete_run.py", _OBJECTIVES): [
+        ("if bound <= 10:", "if bound <= 0:", "a clip narrower than OpenRLHF's own"),
     ],
     ("ngrpo/methods/credits/token_credits.py", _IN_LOSS): [
         ("entropies > quantiles", "entropies < quantiles", "simko: where the policy is sure"),

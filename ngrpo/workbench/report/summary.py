@@ -4,11 +4,10 @@
 import dataclasses
 import time
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ngrpo.config import parse, rules, stretches
+from ngrpo.config import complete_run, parse, stretches
 from ngrpo.config.flag_checks import LOAD
 from ngrpo.config.kinds import run_level_kinds
 from ngrpo.config.run import FILE, RunConfig
@@ -135,10 +134,11 @@ def write_again(folder: Path) -> None:
     """
     with ResultFolder.opened(folder):
         asked = parse.run_config(parse.with_files([parse.CONFIG_FILE, str(folder / FILE), "--run-dir", str(folder)]))
-        flags = rules.completed(asked)
-        run = replace(asked, openrlhf=tuple(flags.argv), hardware=asked.profile.name)
+        complete = complete_run.make_algorithm(asked)
+        run = complete.to_run()
         began = (folder / FILE).stat().st_mtime  # a start writes the file
-        ended = max((file.stat().st_mtime for file in log_folder(folder, flags).rglob("events*")), default=began)
+        logs = log_folder(folder, complete.flags).rglob("events*")
+        ended = max((file.stat().st_mtime for file in logs), default=began)
         if not finish(folder, run, began=began, ended=ended, stopped=True):
             raise UsageError(f"{folder}: its run logged no training step, so that there is nothing to report.")
 
