@@ -320,7 +320,7 @@ def check(table: Iterable[Row], asked: given.Combination) -> None:
     problems = [
         f"{what} cannot be used with {other}: {row.why}. Fix: {row.fix}."
         for row in table
-        if (what := row.what.given(asked)) and (other := row.other.given(asked))
+        if (what := row.what.shown(asked)) and (other := row.other.shown(asked))
     ]
     if problems:
         raise UsageError("\n".join(problems))

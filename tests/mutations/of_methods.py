@@ -135,7 +135,7 @@ MUTATIONS = {
         ("self.logits * self.temperature.unsqueeze(-1)", "self.logits", "the entropy is that at the temperature asked"),
     ],
     ("ngrpo/config/features.py", "test_sampled_text.py"): [
-        ("or made.samples_text:", "or True:", "weights of tokens that were not drawn from the policy"),
+        ("or perturbation.samples_text:", "or True:", "weights of tokens that were not drawn from the policy"),
     ],
     ("perturbations/testing/proposal.py", "test_sampled_text.py"): [
         ("not perturbation.samples_text or", "True or", "a text that is not sampled passes for one that is"),
