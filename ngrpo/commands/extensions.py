@@ -95,7 +95,7 @@ def run_check(argv: Sequence[str], *, report: Report) -> int:
         wrap = textwrap.TextWrapper(110, subsequent_indent=" " * 13, break_long_words=False)
         print(wrap.fill(f"       what: {error.what}"), wrap.fill(f"       fix: {error.fix}"), sep="\n")
     if broken:
-        report(f"{name} breaks the contract that {kind.error_context} on ({broken} of the checks).")
+        report(f"{name} breaks {kind.contract} ({broken} of the checks).")
         return 1
     prefix = "--perturbation NAME " if kind.part_of_perturbation else ""
     report(f"{name} keeps the contract. Use it: ngrpo train {prefix}{kind.flag} {name} ...")
