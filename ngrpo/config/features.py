@@ -13,6 +13,7 @@ from ngrpo.config.run import RunConfig
 from ngrpo.machine.models import architecture
 from ngrpo.machine.upstream.openrlhf_flags import SIZES, Flag, Flags
 from ngrpo.methods.advantages.base import VerifiedAdvantage
+from perturbations.base import Perturbation
 from perturbations.errors import UsageError
 
 ASYNC = "--train.async_enable"
@@ -279,7 +280,7 @@ def unsampled(combination: Combination) -> str:
     return f"{name} (its text is sampled with {' or '.join(ways)})" if ways else name
 
 
-def _sampling_choices(perturbation: Any) -> list[tuple[str, object]]:
+def _sampling_choices(perturbation: Perturbation) -> list[tuple[str, object]]:
     """The options of a perturbation, each with a choice of theirs, with one of which its text is sampled."""
     options = []
     for entry in fields(perturbation):

@@ -101,6 +101,10 @@ class Sampling(Options):
         """The settings that are on."""
         return {name: value for name, value in self.spec().items() if value not in (None, False)}
 
+    def masks(self) -> dict[str, Any]:
+        """``top_k`` and ``min_p``, where set."""
+        return {name: value for name, value in self.given().items() if name in ("top_k", "min_p")}
+
     def described(self, flags: Flags) -> dict[str, float | int | None]:
         """All settings of the rollouts' draws, with those of OpenRLHF, for the results; None for no truncation."""
         of_openrlhf = {name: float(flags.value(flag) or 1.0) for name, flag in OF_OPENRLHF.items()}
@@ -108,7 +112,7 @@ class Sampling(Options):
 
     def notes(self, flags: Flags) -> list[str]:
         """A warning where the rollouts' distribution is truncated and the loss is of the whole one."""
-        truncations = {name: value for name, value in self.given().items() if name in ("top_k", "min_p")}
+        truncations = self.masks()
         top_p = self.described(flags)["top_p"] or 0.0
         if top_p < 1.0:
             truncations["top_p"] = top_p
