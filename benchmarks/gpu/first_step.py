@@ -13,7 +13,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -116,20 +116,20 @@ def judge(rows: list[dict[str, Any]]) -> tuple[bool, str]:
 
 def _as_in_a_worker(command_line: list[str]) -> Any:
     """Prepares this process as Ray's worker of a training is prepared, and returns OpenRLHF's arguments."""
-    from ngrpo.config import parse, rules
+    from ngrpo.config import complete_run, parse
     from ngrpo.machine.upstream.openrlhf_flags import Flags, parsed
     from ngrpo.trainers.openrlhf import launch
 
     run = parse.run_config(command_line)
-    flags = rules.with_hardware(Flags(run.openrlhf).without_false(), run)
-    run = replace(run, openrlhf=tuple(flags.argv), hardware=run.profile.name)
+    flags = Flags(run.openrlhf).without_false()
+    run = complete_run.CompleteRun(run=run, flags=flags).on_machine().to_run()
     os.environ.update(launch.worker_env(run.profile))
     launch.setup_hook(run.training_conditions, run)()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
-    return parsed(flags.argv)["args"]
+    return parsed(run.openrlhf)["args"]
 
 
 @dataclass(frozen=True)

@@ -92,22 +92,22 @@ def run(argv: list[str], *, report: Report) -> int:
         return failed
     with runs.ComparisonFolder.opened(out, report) as folder, telling_what_is_kept("compare", argv, out, report):
         folder.claim(plan.common())
-        return _work(plan, folder, ["ngrpo", "compare", *argv], report)
+        return _compare(plan, folder, ["ngrpo", "compare", *argv], report)
 
 
 def check(plan: Plan, out: Path, report: Report, shape: str | None = None) -> int:
-    """Checks every strategy as `ngrpo train` would, so that the last run does not fail on a misspelt flag.
+    """Checks every arm as `ngrpo train` would, so that the last run does not fail on a misspelt flag.
 
     For a dry run on the GPUs of ``shape``, prints them, the first one in full; then 1 where one of them fails.
     """
-    failed, everything = 0, plan.runs()
+    failed = 0
     if shape is not None:
-        print(f"{len(everything)} runs: {len(plan.arms)} strategies × {len(plan.seeds)} seeds")
-    for number, one in enumerate(everything[: len(plan.arms)]):
+        print(f"{len(plan.runs())} runs: {len(plan.arms)} strategies × {len(plan.seeds)} seeds")
+    for number, run in enumerate(plan.runs()[: len(plan.arms)]):  # each arm with the first seed
         if shape is not None:
-            print(f"\nstrategy {one.arm.id}\n  {shlex.join(one.arm.flags)}\n")
-        with _named(f"strategy {one.arm.id!r}"):
-            config = runs.run_config(plan, one, out / "runs" / one.id)
+            print(f"\nstrategy {run.arm.id}\n  {shlex.join(run.arm.flags)}\n")
+        with _named(f"strategy {run.arm.id!r}"):
+            config = runs.run_config(plan, run, out / "runs" / run.id)
             if shape is None:
                 rules.checked(config)
             else:
@@ -130,73 +130,76 @@ def _named(subject: str, fix: str = "") -> Iterator[None]:
         raise UsageError(f"{subject}: {error}{fix}") from None
 
 
-def _work(plan: Plan, folder: runs.ComparisonFolder, command: list[str], report: Report) -> int:
+def _compare(plan: Plan, folder: runs.ComparisonFolder, command: list[str], report: Report) -> int:
+    """Executes the runs that are not finished yet, and writes the results after each; 1 where one has failed."""
     created = (folder.read("results.json") or {}).get("created") or time.strftime("%Y-%m-%dT%H:%M:%S%z")
-    everything = plan.runs()
-    records = _statuses(plan, folder)
-    waiting = [one for one, record in zip(everything, records) if record["status"] != "done"]
-    took = [record["seconds"] for record in records if record["status"] == "done"]
-    view = runs.Screen(len(everything), took)
-    if took:
-        print(f"{len(took)} of {len(everything)} runs are finished and kept", flush=True)
+    all_runs = plan.runs()
+    records = _checked_records(plan, folder)
+    seconds = [record["seconds"] for record in records if record["status"] == "done"]
+    screen = runs.Screen(len(all_runs), seconds)
+    if seconds:
+        print(f"{len(seconds)} of {len(all_runs)} runs are finished and kept", flush=True)
     model = packaged.resolve(plan.model, report=report)
-    size = sum(file.stat().st_size for file in Path(model).glob("*.safetensors")) if Path(model).is_dir() else 0
-    _before(plan, folder, model)
-    for one in waiting:
-        _statuses(plan, folder)
-        folder.need(int(1.5 * size) + (1 << 29))
-        view.begin(everything.index(one) + 1, one)
-        record = runs.execute(plan, one, folder, view.step)
-        evaluated = folder.read(f"runs/{one.id}/evaluation/evaluation.json") if record["status"] == "done" else None
-        view.end(record, evaluated)
+    weights = Path(model).glob("*.safetensors") if Path(model).is_dir() else []
+    needed = int(1.5 * sum(file.stat().st_size for file in weights)) + (1 << 29)  # bytes that a run writes
+    _before_training(plan, folder, model)
+    for number, (run, record_before) in enumerate(zip(all_runs, records), start=1):
+        if record_before["status"] == "done":
+            continue
+        _checked_records(plan, folder)  # files and versions may have changed while the runs before it trained
+        folder.need(needed)
+        screen.begin(number, run)
+        record = runs.execute(plan, run, folder, screen.step)
+        evaluated = None
+        if record["status"] == "done":
+            evaluated = folder.read(f"runs/{run.id}/evaluation/evaluation.json")
+        screen.end(record, evaluated)
         results.write(results.collect(plan, folder, command, created), folder)
     final = results.collect(plan, folder, command, created)
     results.write(final, folder)
     sys.stdout.flush()
     print(f"\n{results.table(final)}\n\nreport   {folder.path}/report.html\nresults  {folder.path}/results.json")
     failed = [run for run in final["runs"] if run["status"] == "failed"]
-    for run in failed:
-        report(f"{run['id']} failed: {run['log']}")
+    for failed_run in failed:
+        report(f"{failed_run['id']} failed: {failed_run['log']}")
     return 1 if failed else 0
 
 
-def _statuses(plan: Plan, folder: runs.ComparisonFolder) -> list[dict[str, Any]]:
-    """The status of each run; ``UsageError`` where a finished one would differ now.
-
-    Called before each run: files and versions may change while the runs before it train.
-    """
-    everything = plan.runs()
-    records = [runs.status(plan, one, folder) for one in everything]
-    others = [one.id for one, record in zip(everything, records) if record["status"] == "other"]
-    if others:
+def _checked_records(plan: Plan, folder: runs.ComparisonFolder) -> list[dict[str, Any]]:
+    """How each run ended so far; ``UsageError`` where a finished one would differ now."""
+    records = [runs.status(plan, run, folder) for run in plan.runs()]
+    differing = [run.id for run, record in zip(plan.runs(), records) if record["status"] == "other"]
+    if differing:
+        named = ", ".join([*differing[:3], "..."] if len(differing) > 3 else differing)
         raise UsageError(
-            f"{len(others)} finished runs in {folder.path} are of other flags, other content of the files that they"
-            f" name, or other versions than now: {', '.join(others[:3])}{', ...' if len(others) > 3 else ''}. Give"
-            f" another --out, or delete their folders under {folder.path / 'runs'} to have them repeated."
+            f"{len(differing)} finished runs in {folder.path} are of other flags, other content of the files that they"
+            f" name, or other versions than now: {named}. Give another --out, or delete their folders under"
+            f" {folder.path / 'runs'} to have them repeated."
         )
     return records
 
 
-def _before(plan: Plan, folder: runs.ComparisonFolder, model: str) -> None:
+def _before_training(plan: Plan, folder: runs.ComparisonFolder, model: str) -> None:
     """The untrained model's evaluation and the diagnosis; their failures are printed and stop nothing."""
-    untrained, drawn = folder.path / "untrained", folder.path / "diagnosis"
+    untrained = folder.path / "untrained"
     if plan.evaluation is not None and not runs.is_evaluated(plan, model, folder, untrained):
         print("before training: evaluating the untrained model", flush=True)
-        _tried(["eval", *runs.eval_argv(plan, model, untrained)], folder, untrained.name)
+        _try(["eval", *runs.eval_argv(plan, model, untrained)], folder, untrained.name)
     if plan.diagnosis is None:
         return
+    diagnosis = folder.path / "diagnosis"
     words = ["--model", model, *plan.diagnosis]
-    state = diagnose.state(words, drawn)
+    state = diagnose.state(words, diagnosis)
     if state == "finished":
         return
     again = " again: its settings are others than before" if state == "other" else ""
     print(f"before training: diagnosing the strategies{again}", flush=True)
     if state == "other":
-        shutil.rmtree(drawn, ignore_errors=True)
-    _tried(["diagnose", *words, "--out", str(drawn)], folder, drawn.name)
+        shutil.rmtree(diagnosis, ignore_errors=True)
+    _try(["diagnose", *words, "--out", str(diagnosis)], folder, diagnosis.name)
 
 
-def _tried(argv: list[str], folder: runs.ComparisonFolder, name: str) -> None:
+def _try(argv: list[str], folder: runs.ComparisonFolder, name: str) -> None:
     """Runs a command; its failure is printed and stops nothing."""
     try:
         runs.command(argv, folder.path / f"{name}.log", folder.lock)

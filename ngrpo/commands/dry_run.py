@@ -6,8 +6,9 @@ import shlex
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
-from ngrpo.config import kinds, parse, rules, run_notes
+from ngrpo.config import complete_run, kinds, parse, rules, run_notes
 from ngrpo.config.run import SETTINGS, RunConfig
 from ngrpo.machine.console import text_table
 from ngrpo.machine.hardware import gpu_plan
@@ -16,7 +17,8 @@ from ngrpo.machine.upstream import openrlhf_flags, placement
 from perturbations.errors import UsageError
 
 _WIDTH = 78
-_WRONG = "WRONG"  # in a line about an error
+_WRONG = "WRONG"  # in each line about an error
+_INDENT = " " * 9  # of the lines below a check's first one
 
 
 def dry_run(run: RunConfig, shape: str, *, checks_only: bool = False) -> int:
@@ -34,80 +36,101 @@ def dry_run(run: RunConfig, shape: str, *, checks_only: bool = False) -> int:
     if run.hardware == "auto" and shape.lower() != "true":
         run = replace(run, hardware="cuda")
     run = replace(run, run_dir=run.run_dir or "runs/dry", machine=machine)
-    flags = rules.resolve_flags(run)
-    rules.check_parsed(flags)
-    for note in (*run.notes, *run_notes.notes(flags, run)):
+    complete = complete_run.make(run)
+    rules.check_parsed(complete)
+    for note in (*run.notes, *run_notes.all_notes(complete)):
         print(f"warning: {note}")
     if checks_only:
-        return _run_checks(rules.outcomes(flags, run))
-    shown = rules.in_run_folder(flags, run)
-    print(f"added to OpenRLHF's flags: {shlex.join(shown.added)}\n")
-    args = shown.args
-    cuda = run.profile.name == "cuda"
-    memory = _memory(args, machine.memory) if cuda else ["no GPU: the models share this machine's memory"]
-    parts = {
-        "configuration": _configuration(args, run),
-        f"placement{f' on {machine}' if cuda else ' (a GPU is a share of this CPU here)'}": _placed(args),
-        "memory of one GPU in GiB, estimated": memory,
-        "tokens": _tokens(args, machine.memory if cuda else None),
-    }
-    for title, lines in parts.items():
-        print(title, *(f"  {line}".rstrip() for line in lines), "", sep="\n")
+        return _run_checks(rules.outcomes(complete))
+
+    as_started = complete.with_task_in_run_folder()
+    print(f"added to OpenRLHF's flags: {shlex.join(as_started.flags.added)}\n")
+    args = as_started.args
+    _print_section("configuration", _configuration(args, run))
+    if run.profile.name == "cuda":
+        memory = _memory(args, machine.memory)
+        _print_section(f"placement on {machine}", _placement(args))
+        _print_section("memory of one GPU in GiB, estimated", memory)
+        _print_section("tokens", _tokens(args, machine.memory))
+    else:
+        memory = ["no GPU: the models share this machine's memory"]
+        _print_section("placement (a GPU is a share of this CPU here)", _placement(args))
+        _print_section("memory of one GPU in GiB, estimated", memory)
+        _print_section("tokens", _tokens(args, None))
     print("checks")
-    return max(_run_checks(rules.outcomes(flags, run)), any(_WRONG in line for line in memory))
+    failed = _run_checks(rules.outcomes(complete))
+    too_large = any(_WRONG in line for line in memory)
+    return 1 if failed or too_large else 0
+
+
+def _print_section(title: str, lines: Iterable[str]) -> None:
+    print(title)
+    for line in lines:
+        print(f"  {line}".rstrip())
+    print()
 
 
 def _run_checks(checks: Iterable[tuple[str, Callable[[], str | None]]]) -> int:
     """Prints a line for each check, with the fix of an error or the reason why it could not look; 1 for any error."""
     failed = 0
     for label, check in checks:
-        state = "ok"
         try:
-            more = check()
-            state = state if more is None else "open"
+            detail = check()
+            state = "ok" if detail is None else "open"
         except UsageError as error:
-            state, more, failed = _WRONG, str(error), 1
-        wrap = textwrap.TextWrapper(_WIDTH, initial_indent=f"  {state:7}", subsequent_indent=" " * 9)
-        print(wrap.fill(label))
-        if more is not None:
-            print(textwrap.fill(more, _WIDTH, initial_indent=" " * 9, subsequent_indent=" " * 9))
+            detail = str(error)
+            state = _WRONG
+            failed = 1
+        print(textwrap.fill(label, _WIDTH, initial_indent=f"  {state:7}", subsequent_indent=_INDENT))
+        if detail is not None:
+            print(textwrap.fill(detail, _WIDTH, initial_indent=_INDENT, subsequent_indent=_INDENT))
     return failed
 
 
 def _configuration(args: placement.Args, run: RunConfig) -> list[str]:
     """Our settings in full, and OpenRLHF's arguments where they differ from its defaults."""
-    ours = {
-        **{kind.flag: run.specs.get(kind.name) for kind in kinds.KINDS.values()},
-        "--sampling": run.sampling.given() or None,
-        **{flag: True for flag, entry in SETTINGS.items() if getattr(run, entry.name) is True},
-        "--report": {"groups": run.report_groups} if run.report_groups else None,
-    }
     lines = []
-    for name, value in ours.items():
-        if isinstance(value, Mapping):
-            options = ", ".join(f"{key}={part}" for key, part in value.items() if key not in ("name", "source"))
-            title = f"{name} {value.get('name', '')}".rstrip()
-            lines += _wrapped(f"{title}: {options}" if options else title)
-        elif value is not None:
-            lines.append(name)
+    for kind in kinds.KINDS.values():
+        spec = run.specs.get(kind.name)
+        if spec is not None:
+            lines += _with_options(kind.flag, spec)
+    sampling = run.sampling.given()
+    if sampling:
+        lines += _with_options("--sampling", sampling)
+    lines += [flag for flag, setting in SETTINGS.items() if getattr(run, setting.name) is True]
+    if run.report_groups:
+        lines += _with_options("--report", {"groups": run.report_groups})
     lines.append("" if lines else "nothing of ours: stock OpenRLHF and stock vLLM")
+
     defaults = {action.dest: action.default for action in openrlhf_flags.actions()}
     rows = [("OpenRLHF", "value", "[default]")]
     for key, value in sorted(args.items()):
-        if (given := _text(value)) != (default := _text(defaults.get(key))):
-            rows.append((f"--{key}", given, f"[{default}]"))
+        text = _text(value)
+        default = _text(defaults.get(key))
+        if text != default:
+            rows.append((f"--{key}", text, f"[{default}]"))
     return [*lines, *text_table(rows, left=3)]
 
 
-def _placed(args: placement.Args) -> list[str]:
+def _with_options(flag: str, spec: Mapping[str, Any]) -> list[str]:
+    """A flag of ours, the name that it has, and its options."""
+    title = f"{flag} {spec.get('name', '')}".rstrip()
+    options = [f"{key}={value}" for key, value in spec.items() if key not in ("name", "source")]
+    return _wrapped(f"{title}: {', '.join(options)}" if options else title)
+
+
+def _placement(args: placement.Args) -> list[str]:
     """The GPUs with the models of each, and the kind of placement."""
     groups = placement.groups(args)
+    engines = (
+        f"{_plural(args['vllm.num_engines'], 'vLLM engine')} (tensor parallel {args['vllm.tensor_parallel_size']})"
+    )
     lines = []
     for group in groups:
-        number, tensor = args["vllm.num_engines"], args["vllm.tensor_parallel_size"]
-        engines = f"{number} vLLM engine{'s' * (number > 1)} (tensor parallel {tensor})"
         names = [engines if model == placement.ENGINES else model for model in group.models]
         lines.append(f"{group.name}: {', '.join(names)}")
+    total = sum(group.gpus for group in groups)
+    lines.append(f"{_plural(total, 'GPU')}; actor on {_plural(args['actor.num_nodes'], 'node')}")
     if placement.is_hybrid(args):
         asleep = "sleep" if args["vllm.enable_sleep"] else "stay"
         kind = f"hybrid: engines and trainer share GPUs, and the engines {asleep} while it trains"
@@ -115,41 +138,64 @@ def _placed(args: placement.Args) -> list[str]:
         kind = "asynchronous: engines roll out while the trainer trains"
     else:
         kind = "engines have GPUs of their own, which wait while the trainer trains, and the other way round"
-    total, nodes = sum(group.gpus for group in groups), args["actor.num_nodes"]
-    return [*lines, f"{total} GPU{'s' * (total > 1)}; actor on {nodes} node{'s' * (nodes > 1)}", *_wrapped(kind)]
+    return [*lines, *_wrapped(kind)]
+
+
+def _plural(number: int, noun: str) -> str:
+    return f"{number} {noun}s" if number > 1 else f"{number} {noun}"
 
 
 def _memory(args: placement.Args, gpu: float) -> list[str]:
-    """The estimate for one GPU of each group, or the reason why there is none."""
-    names = gpu_plan.models(args)
-    lines = [f"GPU of {gpu / placement.GIB:.3g} GiB; P parameters, D GPUs that share the optimizer"]
+    """The estimate for one GPU of ``gpu`` bytes of each group, or the reason why there is none."""
     if args["ds.lora.rank"] or args["ds.load_in_4bit"]:
         return _wrapped("not estimated with LoRA or 4-bit weights: fewer parameters are trained, or smaller ones kept")
+    lines = [f"GPU of {gpu / placement.GIB:.3g} GiB; P parameters, D GPUs that share the optimizer"]
     for group in placement.groups(args):
-        told = set()
-        for model in group.models:
-            name = names[model]
-            size = architecture.size_of(name) if name else None
-            if size is None:
-                unknown = f"the config.json of {name!r} is not here, or transformers does not know its type"
-                why = f"{unknown}. Give its folder: --model FOLDER"
-                lines += _wrapped(f"{group.name}: {model} not counted: {why if name else 'none is named'}")
-            elif not told:
-                told.add(name)
-                lines += _wrapped(f"{group.name}: {name}, P = {size.parameters:,} ({size.source})")
-        if parts := gpu_plan.parts_of(group, args, gpu):
-            cells = [(*part.phases, part.host) for part in parts]
-            sums = [sum(column) for column in zip(*cells)]
-            rows = [(part.name, *map(_gib, row)) for part, row in zip(parts, cells)]
-            table = text_table([("", *gpu_plan.PHASES, "host"), *rows, ("sum", *map(_gib, sums))])
-            formulas = ["", *(part.formula for part in parts), ""]
-            lines += [f"  {line}  {formula}".rstrip() for line, formula in zip(table, formulas)]
-            necessary = gpu_plan.needed(group, args, gpu)
-            lines.append(
-                f"  needed: {_gib(necessary)} GiB, with a KV cache for one response; taken: {_gib(max(sums[:-1]))}"
+        lines += _sizes(group, args)
+        lines += _memory_table(group, args, gpu)
+    return lines
+
+
+def _sizes(group: placement.Group, args: placement.Args) -> list[str]:
+    """The number of parameters of each model on a group's GPUs, or why a model is not counted."""
+    names = gpu_plan.models(args)
+    lines = []
+    size_is_shown = False
+    for model in group.models:
+        name = names[model]
+        if not name:
+            lines += _wrapped(f"{group.name}: {model} not counted: none is named")
+            continue
+        size = architecture.size_of(name)
+        if size is None:
+            lines += _wrapped(
+                f"{group.name}: {model} not counted: the config.json of {name!r} is not here, or transformers does not"
+                " know its type. Give its folder: --model FOLDER"
             )
-            if max(sums[:-1]) > gpu:
-                lines.append(f"  {_WRONG}: {_gib(max(sums[:-1]))} GiB do not fit into {_gib(gpu)}")
+        elif not size_is_shown:
+            size_is_shown = True
+            lines += _wrapped(f"{group.name}: {name}, P = {size.parameters:,} ({size.source})")
+    return lines
+
+
+def _memory_table(group: placement.Group, args: placement.Args, gpu: float) -> list[str]:
+    """What one GPU of a group holds in each phase, with the formulas; nothing where no model's size is known."""
+    components = gpu_plan.parts_of(group, args, gpu)
+    if not components:
+        return []
+    sums = [sum(phase) for phase in zip(*(component.phases for component in components))]
+    host = sum(component.host for component in components)
+    rows: list[Sequence[str]] = [("", *gpu_plan.PHASES, "host")]
+    rows += [(component.name, *map(_gib, component.phases), _gib(component.host)) for component in components]
+    rows.append(("sum", *map(_gib, sums), _gib(host)))
+    formulas = ["", *(component.formula for component in components), ""]
+    lines = [f"  {line}  {formula}".rstrip() for line, formula in zip(text_table(rows), formulas)]
+
+    needed = gpu_plan.needed(group, args, gpu)
+    peak = max(sums)
+    lines.append(f"  needed: {_gib(needed)} GiB, with a KV cache for one response; taken: {_gib(peak)}")
+    if peak > gpu:
+        lines.append(f"  {_WRONG}: {_gib(peak)} GiB do not fit into {_gib(gpu)}")
     return lines
 
 
@@ -159,22 +205,27 @@ def _gib(value: float) -> str:
 
 def _tokens(args: placement.Args, gpu: float | None) -> list[str]:
     """The most that a step draws and trains, in OpenRLHF's counting, and that an engine holds on a GPU."""
-    sizes = ("rollout.batch_size", "rollout.n_samples_per_prompt", "train.batch_size")
-    prompts, group, batch = (args[name] for name in sizes)
-    responses, longest = prompts * group, args["rollout.max_new_tokens"] or args["data.max_len"]
-    world = placement.world_size(args, "actor") // args["ds.ring_attn_size"] // args["ds.tensor_parallel_size"]
-    updates = responses * args["train.max_epochs"] / batch
-    lines = [
+    prompts = args["rollout.batch_size"]
+    group = args["rollout.n_samples_per_prompt"]
+    batch = args["train.batch_size"]
+    epochs = args["train.max_epochs"]
+    longest = args["rollout.max_new_tokens"] or args["data.max_len"]
+    responses = prompts * group
+    ranks = placement.world_size(args, "actor") // args["ds.ring_attn_size"] // args["ds.tensor_parallel_size"]
+    updates = responses * epochs / batch
+    texts = [
         f"a step draws {prompts} prompts × {group} responses = {responses} responses of at most {longest} tokens",
         f"at most {responses * longest:,} generated tokens, {responses * args['data.max_len']:,} with their prompts",
-        f"updates a step: {responses} responses × {args['train.max_epochs']} epochs / {batch} a batch = {updates:g}",
-        f"each GPU trains {batch / max(world, 1):g} responses an update, {args['train.micro_batch_size']} at a time",
+        f"updates a step: {responses} responses × {epochs} epochs / {batch} a batch = {updates:g}",
+        f"each GPU trains {batch / max(ranks, 1):g} responses an update, {args['train.micro_batch_size']} at a time",
     ]
-    size, engines = architecture.size_of(args["actor.model_name_or_path"] or ""), args["vllm.num_engines"]
+    size = architecture.size_of(args["actor.model_name_or_path"] or "")
+    engines = args["vllm.num_engines"]
     if gpu and size and engines:
-        each, held = math.ceil(responses / engines), gpu_plan.kv_cache_tokens(size, args, gpu)
-        lines.append(f"an engine draws {each} responses; its KV cache holds at most {held:,} tokens")
-    return [line for text in lines for line in _wrapped(text)]
+        drawn = math.ceil(responses / engines)
+        cached = gpu_plan.kv_cache_tokens(size, args, gpu)
+        texts.append(f"an engine draws {drawn} responses; its KV cache holds at most {cached:,} tokens")
+    return [line for text in texts for line in _wrapped(text)]
 
 
 def _wrapped(text: str) -> list[str]:
@@ -182,6 +233,11 @@ def _wrapped(text: str) -> list[str]:
 
 
 def _text(value: object) -> str:
+    """An argument of OpenRLHF as its command line has it."""
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return str(value).lower()
     if isinstance(value, Sequence) and not isinstance(value, str):
         return " ".join(map(str, value))
-    return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    return str(value)

@@ -112,7 +112,7 @@ def run_check(argv: Sequence[str], *, report: Report) -> int:
         print(wrap.fill(f"       what: {error.what}"))
         print(wrap.fill(f"       fix: {error.fix}"))
     if failed_checks:
-        report(f"{name} breaks the contract that {kind.error_context} on ({failed_checks} of the checks).")
+        report(f"{name} breaks {kind.contract} ({failed_checks} of the checks).")
         return 1
     prefix = "--perturbation NAME " if kind.part_of_perturbation else ""
     report(f"{name} keeps the contract. Use it: ngrpo train {prefix}{kind.flag} {name} ...")

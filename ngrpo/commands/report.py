@@ -24,12 +24,12 @@ from perturbations.errors import UsageError
 
 def parser() -> CommandParser:
     """The command's flags and its help."""
-    made = CommandParser("report")
-    made.add_argument("results", nargs="*", metavar="FOLDER|FILE", help="one result, or several files of samples")
-    made.add_argument("--out", metavar="FILE", help="the page [report.html next to the result]")
-    made.add_argument("--k", metavar="K,…", help="of Pass@k [1, 4, 8, 16, 32 up to the number of responses]")
-    made.add_argument("--tau", metavar="T,…", help="of Cover@τ [0.25, 0.5, 0.75, where there are several responses]")
-    return made
+    parser = CommandParser("report")
+    parser.add_argument("results", nargs="*", metavar="FOLDER|FILE", help="one result, or several files of samples")
+    parser.add_argument("--out", metavar="FILE", help="the page [report.html next to the result]")
+    parser.add_argument("--k", metavar="K,…", help="of Pass@k [1, 4, 8, 16, 32 up to the number of responses]")
+    parser.add_argument("--tau", metavar="T,…", help="of Cover@τ [0.25, 0.5, 0.75, where there are several responses]")
+    return parser
 
 
 def run(argv: list[str], report: Report) -> int:
@@ -39,29 +39,34 @@ def run(argv: list[str], report: Report) -> int:
         raise UsageError(
             "ngrpo report takes one folder or file, got 0, or several files of samples. See ngrpo report --help."
         )
-    of_samples = {name: value for name in ("k", "tau") if (value := getattr(args, name))}
-    only = Path(args.results[0]).expanduser()
-    if len(args.results) > 1 or only.suffix == ".jsonl" or (only / "evaluation.json").is_file():
+    sample_options = {name: getattr(args, name) for name in ("k", "tau") if getattr(args, name)}
+    first = Path(args.results[0]).expanduser()
+    if len(args.results) > 1 or first.suffix == ".jsonl" or (first / "evaluation.json").is_file():
         from ngrpo.workbench.evaluate import sample_comparison
 
         if args.out:
             raise UsageError("--out is for the page of one result; files of samples give a table on the screen.")
-        print("\n".join(sample_comparison.lines(args.results, report=report, **of_samples)))
+        print("\n".join(sample_comparison.lines(args.results, report=report, **sample_options)))
         return 0
-    if of_samples:
-        raise UsageError(f"--{next(iter(of_samples))} is for files of samples, and {args.results[0]} is none.")
+    if sample_options:
+        raise UsageError(f"--{next(iter(sample_options))} is for files of samples, and {args.results[0]} is none.")
+    _write_report(first, args.out, report)
+    return 0
+
+
+def _write_report(result: Path, out: str | None, report: Report) -> None:
+    """Writes the page of one result; for a training without summary.json, that file too."""
     from ngrpo.config.run import FILE
     from ngrpo.workbench.report import load, summary, write_report
 
-    if (only / FILE).is_file() and not (only / "summary.json").exists():
-        summary.write_again(only)
-        report(f"summary of the logged steps: {only / 'summary.json'}")
-    data, file = load(Path(args.results[0]).expanduser())
-    target = Path(args.out).expanduser() if args.out else file.parent / "report.html"
+    if (result / FILE).is_file() and not (result / "summary.json").exists():
+        summary.write_again(result)
+        report(f"summary of the logged steps: {result / 'summary.json'}")
+    data, file = load(result)
+    target = Path(out).expanduser() if out else file.parent / "report.html"
     if target.is_dir():
         target = target / "report.html"
     if target.resolve() == file.resolve():
-        raise UsageError(f"--out {args.out} is the result itself. Name another file.")
+        raise UsageError(f"--out {out} is the result itself. Name another file.")
     write_report(data, target)
     report(f"report of {file}: {target}")
-    return 0

@@ -106,17 +106,18 @@ import time
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from ngrpo.commands import dry_run, extensions
-from ngrpo.config import flag_checks, parse, rules, run_notes, stretches, verl_lines
+from ngrpo.config import complete_run, parse, rules, run_notes, stretches, verl_lines
+from ngrpo.config.complete_run import CompleteRun
 from ngrpo.config.run import FILE, RunConfig
 from ngrpo.machine import console
-from ngrpo.machine.hardware import host_plan
 from ngrpo.machine.models import packaged
 from ngrpo.machine.storage.result_folder import CannotWrite, read_json, reserved_folder
 from ngrpo.machine.upstream import versions
-from ngrpo.machine.upstream.openrlhf_flags import MODEL_NAMES, Flags, parsed
+from ngrpo.machine.upstream.openrlhf_flags import Flags, parsed
 from ngrpo.trainers.openrlhf import launch
 from ngrpo.workbench.report import summary, write_report
 from perturbations.errors import UsageError
@@ -135,89 +136,107 @@ def run(argv: Sequence[str], *, report: console.Report) -> int:
             parsed(["--help"])
         return 0
     words = parse.with_files(argv)
-    asked, flags = parse.run_config(words), Flags(words)
-    if (trainer := flags.value(parse.PRINT)) is not None:
-        if trainer != "verl":
-            raise UsageError(f"{parse.PRINT} {trainer}: verl is the one trainer that a run can be printed for.")
-        lines, left = verl_lines.of_run(asked, rules.completed(asked))
-        print("python -m verl.trainer.main_ppo \\\n    " + " \\\n    ".join(map(shlex.quote, lines)))
-        if left:
-            print(f"not translated, verl's default holds: {', '.join(left)}", file=sys.stderr)
-        return 0
-    if (shape := flags.value(parse.DRY_RUN)) is not None:
-        return dry_run.dry_run(asked, shape or "true")
-    for note in asked.notes:
+    config = parse.run_config(words)
+    flags = Flags(words)
+    trainer = flags.value(parse.PRINT)
+    if trainer is not None:
+        return _print_for(trainer, config)
+    shape = flags.value(parse.DRY_RUN)
+    if shape is not None:
+        return dry_run.dry_run(config, shape or "true")
+    for note in config.notes:
         report(f"warning: {note}")
-    name = "none" if asked.spec is None else asked.spec["name"].rpartition(":")[2]
-    with reserved_folder(asked.run_dir, name) as folder:
-        asked = replace(asked, run_dir=str(folder))
-        complete, settings = _prepare(asked, folder, report)
-        stretches.write(folder, settings)
-        asked.write(folder / FILE)
-        return _train(complete, folder, report)
+    name = "none" if config.spec is None else config.spec["name"].rpartition(":")[2]
+    with reserved_folder(config.run_dir, name) as folder:
+        complete = _prepare(replace(config, run_dir=str(folder)), report)
+        return _train(_write_start(complete, folder), folder, report)
+
+
+def _print_for(trainer: str, config: RunConfig) -> int:
+    """Prints a run as the command line of another trainer."""
+    if trainer != "verl":
+        raise UsageError(f"{parse.PRINT} {trainer}: verl is the one trainer that a run can be printed for.")
+    lines, untranslated = verl_lines.of_run(complete_run.make_algorithm(config))
+    print("python -m verl.trainer.main_ppo \\\n    " + " \\\n    ".join(map(shlex.quote, lines)))
+    if untranslated:
+        print(f"not translated, verl's default holds: {', '.join(untranslated)}", file=sys.stderr)
+    return 0
+
+
+def _prepare(run: RunConfig, report: console.Report) -> CompleteRun:
+    """Completes a run, reports what a user should know of it, and checks it; nothing is written to its folder yet."""
+    complete = rules.started(run)
+    for note in run_notes.all_notes(complete):
+        report(f"warning: {note}")
+    rules.check("data", complete)
+    for line in run_notes.start_lines(complete):
+        report(line)
+    complete = complete.with_models(partial(_local_model, flags=complete.flags, report=report))
+    rules.check("model", complete)
+    return complete
+
+
+def _local_model(name: str, *, flags: Flags, report: console.Report) -> str:
+    """The folder of a model, made or downloaded if it is not there; with ``--use_ms`` OpenRLHF downloads it."""
+    if flags.has("--use_ms") and name not in packaged.PACKAGED:  # ModelScope has models that the hub does not have
+        return name
+    return packaged.resolve(name, report=report)
+
+
+def _write_start(complete: CompleteRun, folder: Path) -> RunConfig:
+    """Writes the files of a start to the run's folder; returns the run with its complete flags."""
+    settings = stretches.of_start(complete)
+    if complete.run.task is not None:
+        complete_run.copy_task(complete.run.task, folder / "task")
+    stretches.write(folder, settings)
+    complete.run.write(folder / FILE)
+    return replace(complete.with_task_in_run_folder().to_run(), run_dir=str(folder.absolute()))
 
 
 def _train(run: RunConfig, folder: Path, report: console.Report) -> int:
     """Launches a complete run. One that was stopped or failed leaves its summary and report too."""
     summary.note_logs(folder, run)
-    began, ended = time.time(), None
+    began = time.time()
+    end: BaseException | None = None
     try:
         with console.into_file(Path(run.log_file).expanduser()) if run.log_file else nullcontext():
             launch.launch(run)
     except (launch.TrainingFailed, KeyboardInterrupt) as error:
-        ended = error
-    if isinstance(ended, launch.TrainingFailed):
-        report(f"training failed: {ended}")
+        end = error
+    if isinstance(end, launch.TrainingFailed):
+        report(f"training failed: {end}")
     updates: list[float] = []
     try:
-        if text := summary.finish(folder, run, began=began, stopped=ended is not None):  # else no step was trained
-            written = read_json(folder / "summary.json")
-            write_report(written, folder / "report.html")
-            print(text, flush=True)
-            updates = [step.get("optimizer_steps", 1.0) for step in written["steps"]]
+        updates = _write_results(run, folder, began=began, stopped=end is not None)
     except CannotWrite as error:
+        logs = summary.log_folder(folder, Flags(run.openrlhf))
         report(
-            f"{error.path} cannot be written: {error.why}. The training has ended; its steps are logged in"
-            f" {summary.log_folder(folder, Flags(run.openrlhf))}. Make room, then write summary and report with: ngrpo"
-            f" report {shlex.quote(str(folder))}"
+            f"{error.path} cannot be written: {error.why}. The training has ended; its steps are logged in {logs}. Make"
+            f" room, then write summary and report with: ngrpo report {shlex.quote(str(folder))}"
         )
-        if not isinstance(ended, KeyboardInterrupt):
+        if not isinstance(end, KeyboardInterrupt):
             return 1
-    if isinstance(ended, KeyboardInterrupt):
+    if isinstance(end, KeyboardInterrupt):
         report(f"stopped; {folder} has the finished steps. --ckpt.load_enable continues from the last checkpoint.")
-        raise ended
-    if ended is None and updates and not any(updates):
+        raise end
+    if end is not None:
+        return 1
+    if updates and not any(updates):
         report("training failed: no step updated the weights; the warnings above say why.")
         return 1
-    return int(ended is not None)
+    return 0
 
 
-def _prepare(run: RunConfig, folder: Path, report: console.Report) -> tuple[RunConfig, list[stretches.Stretch]]:
-    """The run with complete flags, additions in front, and the settings of its stretches.
+def _write_results(run: RunConfig, folder: Path, *, began: float, stopped: bool) -> list[float]:
+    """Writes summary and report, and prints the summary; nothing for a run that ended before its first step.
 
-    All checks come before the first file in its folder.
+    Returns:
+        The number of optimizer steps of each training step.
     """
-    complete = rules.started(run)
-    for note in run_notes.notes(complete, run):
-        report(f"warning: {note}")
-    rules.check("data", complete, run)
-    if complete.has(flag_checks.LOAD):
-        report(flag_checks.first_step(complete))
-    report(host_plan.about_checkpoints(complete.args))
-    if added := rules.in_run_folder(complete, run).added:
-        report(f"added to OpenRLHF's flags: {shlex.join(added)}")
-
-    def resolved(name: str) -> str:
-        # ModelScope has models that the hub does not have.
-        if complete.has("--use_ms") and name not in packaged.PACKAGED:
-            return name
-        return packaged.resolve(name, report=report)
-
-    complete = complete.replaced(MODEL_NAMES, resolved)
-    rules.check("model", complete, run)
-    settings = stretches.of_start(complete, run)
-    if run.task is not None:
-        rules.copy_task(run.task, folder / "task")
-    complete = rules.in_run_folder(complete, run)
-    whole = replace(run, openrlhf=tuple(complete.argv), hardware=run.profile.name, run_dir=str(folder.absolute()))
-    return whole, settings
+    table = summary.finish(folder, run, began=began, stopped=stopped)
+    if not table:
+        return []
+    written = read_json(folder / "summary.json")
+    write_report(written, folder / "report.html")
+    print(table, flush=True)
+    return [step.get("optimizer_steps", 1.0) for step in written["steps"]]

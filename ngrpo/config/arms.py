@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The arms of a comparison: perturbations with options, as `ngrpo compare` and `ngrpo diagnose` take them.
 
-An arm is a name and its options, ``neighbor rate=0.2 variant=released``; a colon may replace a blank.
+An arm is one text: a perturbation's name, its options, and in a training further flags of `ngrpo train`:
+``neighbor rate=0.2 base=gspo --rollout.top_p=0.9``. A colon may replace the blank before an option.
 """
 
 import re
@@ -14,12 +15,16 @@ from typing import Any
 from ngrpo.config.kinds import KINDS, run_level_kinds
 from perturbations.errors import UsageError, nearest
 
-_PREFIX, _KIND = "perturbation.", KINDS["perturbation"]
-_OPTION = r"(?:--)?[A-Za-z_][\w.]*="
-# Further options of an arm that change rollouts without a training; `--strategy` takes them without dashes.
-_KEYS = {kind: rf"{re.escape(kind.flag.removeprefix('--'))}(\.\w+)?" for kind in run_level_kinds()}
-_ROLLOUTS = "|".join(key for kind, key in _KEYS.items() if kind.in_rollouts)
-_TRAINING = "|".join(["base", "reproducible", *_KEYS.values()])
+_PREFIX = "perturbation."
+_KIND = KINDS["perturbation"]
+# The beginning of an option or a flag with a value, where an arm's name ends.
+_SETTING = r"(?:--)?[A-Za-z_][\w.]*="
+# The flags of the other kinds of extension, such as policy_noise and policy_noise.scale.
+_KIND_KEYS = {kind: rf"{re.escape(kind.flag.removeprefix('--'))}(\.\w+)?" for kind in run_level_kinds()}
+# Of these, the flags that change rollouts without a training too, which `ngrpo diagnose` accepts in an arm.
+_ROLLOUT_KEYS = "|".join(keys for kind, keys in _KIND_KEYS.items() if kind.in_rollouts)
+# The flags of `ngrpo train` that an arm may have without dashes.
+_TRAINING_KEYS = "|".join(["base", "reproducible", *_KIND_KEYS.values()])
 
 
 @dataclass(frozen=True)
@@ -28,8 +33,9 @@ class Arm:
 
     Attributes:
         name: the perturbation, as the user named it.
-        settings: options and further flags, as the user gave them; the value of a switch is empty:
-            ``{"perturbation.rate": "0.2", "perturbation.gate.start": "5", "base": "gspo", "rollout.top_p": "0.9"}``.
+        options: options of the perturbation, as the user gave them: ``{"rate": "0.2", "gate.start": "5"}``.
+        training: further flags without dashes; ``base`` is ``--preset``, and the value of a switch is empty:
+            ``{"base": "gspo", "rollout.top_p": "0.9"}``.
         id: short and unique in its list: ``none``, ``neighbor rate=0.2 base=gspo``.
         spec: ``perturbations.create(**spec)``, every option spelt out; None where nothing is ever perturbed.
         paper: where the perturbation comes from.
@@ -37,54 +43,64 @@ class Arm:
     """
 
     name: str
-    settings: Mapping[str, str] = field(default_factory=dict)
+    options: Mapping[str, str] = field(default_factory=dict)
+    training: Mapping[str, str] = field(default_factory=dict)
     id: str = ""
     spec: Mapping[str, Any] | None = None
     paper: str = ""
     notes: tuple[str, ...] = ()
 
     @property
-    def options(self) -> dict[str, str]:
-        """The perturbation's options alone: ``{"rate": "0.2", "gate.start": "5"}``."""
-        own = self.settings.items()
-        return {key.removeprefix(_PREFIX): value for key, value in own if key.startswith(_PREFIX)}
-
-    @property
-    def training(self) -> dict[str, str]:
-        """The further flags: ``{"base": "gspo", "rollout.top_p": "0.9"}``."""
-        return {key: value for key, value in self.settings.items() if not key.startswith(_PREFIX)}
+    def settings(self) -> dict[str, str]:
+        """Options and further flags: ``{"perturbation.rate": "0.2", "base": "gspo"}``."""
+        return {**{f"{_PREFIX}{option}": value for option, value in self.options.items()}, **self.training}
 
     @property
     def rollouts(self) -> dict[str, str]:
         """The part of :attr:`training` that changes the rollouts: a sampling schedule and noise on the weights."""
-        return {key: value for key, value in self.training.items() if re.fullmatch(_ROLLOUTS, key)}
+        return {key: value for key, value in self.training.items() if re.fullmatch(_ROLLOUT_KEYS, key)}
+
+    @property
+    def text(self) -> str:
+        """The arm as one text."""
+        return " ".join([self.name, *_words(self.options), *_words(self.training)])
+
+    @property
+    def rollout_id(self) -> str:
+        """The arm as one text, without the flags that leave rollouts unchanged."""
+        return " ".join([self.name, *_words(self.options), *_words(self.rollouts)])
 
     @property
     def line(self) -> str:
         """The perturbation alone, as a value of ``--strategy``."""
-        return shlex.join([self.name, *_pairs(self.options)])
-
-    @property
-    def rollout_id(self) -> str:
-        """The id without the flags that leave rollouts unchanged."""
-        return " ".join([self.name, *_pairs(self.options), *_pairs(self.rollouts)])
+        return shlex.join([self.name, *_words(self.options)])
 
     @property
     def perturbation_flags(self) -> list[str]:
         """The perturbation alone, as flags."""
-        options = [word for key, value in self.options.items() for word in (f"--{_PREFIX}{key}", value)]
-        return ["--perturbation", self.name, *options]
+        flags = ["--perturbation", self.name]
+        for option, value in self.options.items():
+            flags += [f"--{_PREFIX}{option}", value]
+        return flags
 
     @property
     def training_flags(self) -> list[str]:
         """:attr:`training` as flags of ``ngrpo train``."""
-        flags = {f"--{'preset' if key == 'base' else key}": value for key, value in self.training.items()}
-        return [word for flag, value in flags.items() for word in (flag, *(value.split(" ") if value else ()))]
+        flags = []
+        for key, value in self.training.items():
+            flags.append("--preset" if key == "base" else f"--{key}")
+            if value:
+                flags += value.split(" ")
+        return flags
 
     @property
     def flags(self) -> list[str]:
         """The flags of ``ngrpo train`` that belong to this arm alone."""
         return [*self.perturbation_flags, *self.training_flags]
+
+
+def _words(settings: Mapping[str, str]) -> list[str]:
+    return [f"{key}={value}" if value else key for key, value in settings.items()]
 
 
 def parse_arms(
@@ -114,110 +130,177 @@ def parse_arms(
     Raises:
         UsageError: for an unknown perturbation or option, a bad value, a sweep that applies nowhere, or no arm.
     """
-    names = [] if perturbations is None else [part.strip() for part in perturbations.split(",")]
+    reader = _Reader(training=training, rollouts=rollouts)
+    names = [] if perturbations is None else [name.strip() for name in perturbations.split(",")]
     if not all(names):
         raise UsageError(f"--perturbations {perturbations!r}: a name is missing, for example none,neighbor,gaussian.")
-    axes = _sweeps(sweeps, training)
-    named = arms = [_read_arm(text, f"--perturbations {text!r}", training, rollouts) for text in names]
-    # Those of the perturbations first, and a swept gate before the gate's options.
-    for key in sorted((key for key in axes if key.startswith(_PREFIX)), key=lambda name: name.count(".")):
-        before, arms = arms, _crossed(arms, key, axes.pop(key))
-        if arms == before:
-            raise UsageError(f"--sweep {key}: {_why_unswept(key.removeprefix(_PREFIX), named)}")
-    arms = arms + [_read_arm(text, f"--strategy {text!r}", training, rollouts) for text in lines]
+    swept = _read_sweeps(sweeps, training)
+    swept_options = {key.removeprefix(_PREFIX): values for key, values in swept.items() if key.startswith(_PREFIX)}
+    swept_flags = {key: values for key, values in swept.items() if not key.startswith(_PREFIX)}
+
+    arms = _with_swept_options([reader.read(name, flag="--perturbations") for name in names], swept_options)
+    arms += [reader.read(line, flag="--strategy") for line in lines]
     if not arms:
         raise UsageError("no strategy is given: name some with --perturbations none,neighbor (see: ngrpo list).")
     if bases:
-        axes.setdefault("base", [*bases])
-    for key, values in axes.items():
-        arms = _crossed(arms, key, values)
+        swept_flags.setdefault("base", list(bases))
+    for key, values in swept_flags.items():
+        arms = _with_swept_flag(arms, key, values)
+    return _checked(arms)
+
+
+def _checked(arms: Sequence[Arm]) -> list[Arm]:
+    """The arms with id, spec, paper and notes; ``UsageError`` for options that their perturbation refuses."""
     counts: Counter[str] = Counter()
-    result: list[Arm] = []
+    checked: list[Arm] = []
     for arm in arms:
-        made, notes = _KIND.checked(arm.name, arm.options)
-        name = " ".join([arm.name, *_pairs(arm.options), *_pairs(arm.training)])
-        counts[name] += 1
-        spec = made.spec() if made.active else None
-        if same := next((other.id for other in result if (other.spec, other.training) == (spec, arm.training)), None):
-            notes = (*notes, f"the same strategy as {same!r}, run and counted twice")
-        label = name if counts[name] == 1 else f"{name} ({counts[name]})"
-        result.append(replace(arm, id=label, spec=spec, paper=made.paper, notes=notes))
-    return result
+        perturbation, notes = _KIND.checked(arm.name, arm.options)
+        spec = perturbation.spec() if perturbation.active else None
+        same = [other.id for other in checked if (other.spec, other.training) == (spec, arm.training)]
+        if same:
+            notes = (*notes, f"the same strategy as {same[0]!r}, run and counted twice")
+        counts[arm.text] += 1
+        count = counts[arm.text]
+        label = arm.text if count == 1 else f"{arm.text} ({count})"
+        checked.append(replace(arm, id=label, spec=spec, paper=perturbation.paper, notes=notes))
+    return checked
 
 
-def _crossed(arms: Sequence[Arm], key: str, values: Sequence[str]) -> list[Arm]:
-    """Each arm with each value, where it has none of its own, and for its perturbation an option of several values."""
-    result: list[Arm] = []
-    for arm in arms:
-        fits = key not in arm.settings
-        if fits and key.startswith(_PREFIX):
-            fields, option = _KIND.option_fields(arm.name, arm.options), key.removeprefix(_PREFIX)
-            limits = fields[option][1].metadata if option in fields else None
-            fits = limits is not None and (limits.get("low") is None or limits["low"] != limits.get("high"))
-        result += [replace(arm, settings={**arm.settings, key: value}) for value in values] if fits else [arm]
-    return result
+# --- reading an arm ---------------------------------------------------------------------------------
 
 
-def _read_arm(text: str, where: str, training: bool, rollouts: bool) -> Arm:
-    """Reads ``neighbor rate=0.2``, and in a training ``base=gspo`` and ``--flag=value`` after it.
+@dataclass(frozen=True)
+class _Reader:
+    """Reads the text of an arm.
 
-    The name ends where the first ``option=`` or ``--flag`` begins: ``./my ops/x.py:Name:rate=0.2``.
+    Attributes:
+        training: whether an arm may have any flag of ``ngrpo train``.
+        rollouts: whether it may have those that change rollouts without a training.
     """
-    try:
-        words = [part for word in shlex.split(text) for part in re.split(rf":(?={_OPTION})", word)]
-    except ValueError as error:
-        raise UsageError(f"{where}: {error}.") from None
-    first = next((i for i, word in enumerate(words) if re.match(f"--|{_OPTION}", word)), len(words))
-    name, words = " ".join(words[:first]), words[first:]
-    if not name:
-        raise UsageError(f"{where}: a name is needed, for example 'neighbor rate=0.2'.")
-    settings: dict[str, str] = {}
-    for word in words:
-        key, equals, value = word.removeprefix("--").partition("=")
+
+    training: bool
+    rollouts: bool
+
+    def read(self, text: str, *, flag: str) -> Arm:
+        """The arm of a text, the value of a flag.
+
+        The name ends where the first ``option=`` or ``--flag`` begins: ``./my ops/x.py:Name:rate=0.2``.
+        """
+        where = f"{flag} {text!r}"
+        try:
+            words = [word for quoted in shlex.split(text) for word in re.split(rf":(?={_SETTING})", quoted)]
+        except ValueError as error:
+            raise UsageError(f"{where}: {error}.") from None
+        settings = [number for number, word in enumerate(words) if re.match(f"--|{_SETTING}", word)]
+        end_of_name = settings[0] if settings else len(words)
+        name = " ".join(words[:end_of_name])
+        if not name:
+            raise UsageError(f"{where}: a name is needed, for example 'neighbor rate=0.2'.")
+        options: dict[str, str] = {}
+        training: dict[str, str] = {}
+        for word in words[end_of_name:]:
+            key, _, value = word.removeprefix("--").partition("=")
+            if self._is_flag(word, key, name):
+                self._check_flag(word, key, value, where)
+                values = training
+            else:
+                key = key.removeprefix(_PREFIX)
+                if not value:
+                    raise UsageError(f"{where}: {word!r} must be option=value, for example rate=0.2.")
+                values = options
+            if not key:
+                raise UsageError(f"{where}: {word!r} must be option=value, for example rate=0.2.")
+            if key in values:
+                raise UsageError(f"{where}: option {key!r} is given twice; keep one.")
+            values[key] = value
+        return Arm(name, options=options, training=training)
+
+    def _is_flag(self, word: str, key: str, name: str) -> bool:
+        """Whether a word is a flag of ``ngrpo train``, and not an option of the perturbation with this name."""
+        if key.startswith(_PREFIX):
+            return False
         # `gaussian` has an option `base` too: in a training it is written with its prefix.
-        own = key.startswith(_PREFIX) or (not training and key in _KIND.option_fields(name, {}))
-        key = key.removeprefix(_PREFIX)
-        flag = not own and (word.startswith("--") or re.fullmatch(_TRAINING, key) is not None)
-        if flag and not training and not (rollouts and re.fullmatch(_ROLLOUTS, key)):
+        if not self.training and key in _KIND.option_fields(name, {}):
+            return False
+        return word.startswith("--") or re.fullmatch(_TRAINING_KEYS, key) is not None
+
+    def _check_flag(self, word: str, key: str, value: str, where: str) -> None:
+        """Raises ``UsageError`` for a flag that an arm may not have in this command, or one without its value."""
+        changes_rollouts = re.fullmatch(_ROLLOUT_KEYS, key) is not None
+        if not self.training and not (self.rollouts and changes_rollouts):
             raise UsageError(f"{where}: {word!r} is for a training. Leave it out.")
-        if flag and not value and not word.startswith("--"):
+        if not value and not word.startswith("--"):
             raise UsageError(f"{where}: {key} needs a value, for example base=gspo.")
-        if not key or not (flag or (equals and value)):
-            raise UsageError(f"{where}: {word!r} must be option=value, for example rate=0.2.")
-        setting = key if flag else _PREFIX + key
-        if setting in settings:
-            raise UsageError(f"{where}: option {key!r} is given twice; keep one.")
-        settings[setting] = value
-    return Arm(name, settings)
 
 
-def _sweeps(sweeps: Sequence[str], training: bool) -> dict[str, list[str]]:
-    result: dict[str, list[str]] = {}
+# --- sweeps -----------------------------------------------------------------------------------------
+
+
+def _read_sweeps(sweeps: Sequence[str], training: bool) -> dict[str, list[str]]:
+    """The values of each swept option, with its prefix, or flag."""
+    form = f"{_PREFIX}OPTION=VALUE,VALUE, for example {_PREFIX}rate=0.1,0.2"
+    if training:
+        form = "KEY=VALUE,VALUE, for example rollout.temperature=0.8,1.2"
+    swept: dict[str, list[str]] = {}
     for text in sweeps:
-        key, _, listed = (part.strip() for part in text.removeprefix("--").partition("="))
+        key, _, listed = text.removeprefix("--").partition("=")
+        key = key.strip()
         values = [value.strip() for value in listed.split(",")]
-        if not key.removeprefix(_PREFIX) or not all(values) or not (training or key.startswith(_PREFIX)):
-            form = "KEY=VALUE,VALUE, for example rollout.temperature=0.8,1.2"
-            form = form if training else f"{_PREFIX}OPTION=VALUE,VALUE, for example {_PREFIX}rate=0.1,0.2"
+        allowed = training or key.startswith(_PREFIX)
+        if not allowed or not key.removeprefix(_PREFIX) or not all(values):
             raise UsageError(f"--sweep {text!r}: must be {form}.")
-        if key in result:
+        if key in swept:
             raise UsageError(f"--sweep {key} is given twice; put all values into one.")
         if len(set(values)) < len(values):
             raise UsageError(f"--sweep {text!r}: a value is given twice; keep one.")
-        result[key] = values
-    return result
+        swept[key] = values
+    return swept
+
+
+def _with_swept_options(arms: list[Arm], swept: Mapping[str, Sequence[str]]) -> list[Arm]:
+    """The arms with each value of each option that they have; ``UsageError`` for a sweep that applies to none."""
+    unswept = arms
+    # A swept gate comes before the gate's own options, which depend on it.
+    for option in sorted(swept, key=lambda option: option.count(".")):
+        crossed: list[Arm] = []
+        for arm in arms:
+            if option in arm.options or not _allows_several_values(arm, option):
+                crossed.append(arm)
+            else:
+                crossed += [replace(arm, options={**arm.options, option: value}) for value in swept[option]]
+        if crossed == arms:
+            raise UsageError(f"--sweep {_PREFIX}{option}: {_why_unswept(option, unswept)}")
+        arms = crossed
+    return arms
+
+
+def _with_swept_flag(arms: Sequence[Arm], key: str, values: Sequence[str]) -> list[Arm]:
+    """The arms with each value of a flag, where they have none of their own."""
+    crossed: list[Arm] = []
+    for arm in arms:
+        if key in arm.training:
+            crossed.append(arm)
+        else:
+            crossed += [replace(arm, training={**arm.training, key: value}) for value in values]
+    return crossed
+
+
+def _allows_several_values(arm: Arm, option: str) -> bool:
+    """Whether an arm's perturbation has an option, and more than one value of it is in range."""
+    fields = _KIND.option_fields(arm.name, arm.options)
+    if option not in fields:
+        return False
+    _, entry = fields[option]
+    lowest = entry.metadata.get("low")
+    return lowest is None or lowest != entry.metadata.get("high")
 
 
 def _why_unswept(option: str, arms: Sequence[Arm]) -> str:
+    """Why no arm has several values of an option, as the end of a message."""
     if not arms:
         return "sweeps apply to --perturbations, and none is given."
     options = {name for arm in arms for name in _KIND.option_fields(arm.name, arm.options)}
     if option in options:
         return "each perturbation that has it was given its own value, or allows only one."
     names = ", ".join(arm.name for arm in arms)
-    hint = nearest(option, options)
-    return f"none of {names} has this option.{hint} Their options: {', '.join(sorted(options))}."
-
-
-def _pairs(options: Mapping[str, str]) -> list[str]:
-    return [f"{key}={value}" if value else key for key, value in options.items()]
+    return f"none of {names} has this option.{nearest(option, options)} Their options: {', '.join(sorted(options))}."

@@ -11,8 +11,9 @@ from typing import Any
 from ngrpo.config.kinds import KINDS
 from ngrpo.config.run import RunConfig
 from ngrpo.machine.models import architecture
-from ngrpo.machine.upstream.openrlhf_flags import SIZES, Flags
+from ngrpo.machine.upstream.openrlhf_flags import SIZES, Flag, Flags
 from ngrpo.methods.advantages.base import VerifiedAdvantage
+from perturbations.base import Perturbation
 from perturbations.errors import UsageError
 
 ASYNC = "--train.async_enable"
@@ -22,12 +23,13 @@ ESTIMATOR = "--algo.advantage.estimator"
 KL = "--algo.kl.init_coef"
 LOSS = "--actor.policy_loss_type"
 MODEL = "--actor.model_name_or_path"
-LONGEST, GENERATED = "--data.max_len", "--rollout.max_new_tokens"
+LONGEST = "--data.max_len"
+GENERATED = "--rollout.max_new_tokens"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Combination:
-    """What is combined; a field with its default is not known, or not given.
+    """What is combined. A field with its default is not used, or not known where the table is looked at.
 
     Attributes:
         run: a run of ``ngrpo train``.
@@ -60,18 +62,29 @@ class Combination:
         """A flag's value, or OpenRLHF's default of it."""
         return self.flags.or_default(flag)
 
+    def last(self, is_named: Callable[[Flag], bool]) -> Flag | None:
+        """The last flag of this name, which is the one that argparse takes; None where there is none."""
+        named = [flag for flag in self.flags if is_named(flag)]
+        return named[-1] if named else None
+
 
 @dataclass(frozen=True)
 class Feature:
-    """One side of a row: its name in the table, and how it was given, ``--train.batch_size 4``; empty where not."""
+    """One side of a row of the table.
+
+    Attributes:
+        name: as the table's page calls it: ``--ds.zero_stage 3``.
+        shown: the feature as a message shows it to the user who combines it, ``--perturbation neighbor``; empty for a
+            combination without the feature.
+    """
 
     name: str
-    given: Callable[[Combination], str]
+    shown: Callable[[Combination], str]
 
 
 def when(name: str, holds: Callable[[Combination], Any]) -> Feature:
-    """A feature that messages call by its name in the table."""
-    return Feature(name, lambda asked: name if holds(asked) else "")
+    """A feature that messages show by its name in the table."""
+    return Feature(name, lambda combination: name if holds(combination) else "")
 
 
 def flag(name: str, *, off: str = "", only: str = "") -> Feature:
@@ -83,100 +96,119 @@ def flag(name: str, *, off: str = "", only: str = "") -> Feature:
         only: the only value that counts; empty for all.
     """
 
-    def given(asked: Combination) -> str:
-        named = (each for each in reversed([*asked.flags]) if name == each.name or name in each.name.lstrip("-"))
-        found = next(named, None)
-        if found is None:
-            return ""
-        value = found.values[0] if found.values else ""
-        plain = value.lower()
-        with suppress(ValueError):
-            plain = f"{float(value):g}"
-        counts = plain == only if only else plain not in off.split()
-        return f"{found.name} {value}".rstrip() if counts else ""
+    def is_named(flag: Flag) -> bool:
+        return name == flag.name or name in flag.name.lstrip("-")
 
-    values = only or (f"other than {off.split()[0]}" if off else "")
-    return Feature(f"{name} {values}".rstrip(), given)
+    def shown(combination: Combination) -> str:
+        flag = combination.last(is_named)
+        if flag is None:
+            return ""
+        value = flag.values[0] if flag.values else ""
+        compared = value.lower()
+        with suppress(ValueError):
+            compared = f"{float(value):g}"
+        counts = compared == only if only else compared not in off.split()
+        return f"{flag.name} {value}".rstrip() if counts else ""
+
+    if only:
+        return Feature(f"{name} {only}", shown)
+    if off:
+        return Feature(f"{name} other than {off.split()[0]}", shown)
+    return Feature(name, shown)
 
 
 def other_than(name: str, needed: str) -> Feature:
     """A flag with another value, or another default in OpenRLHF."""
-    return Feature(
-        f"{name} other than {needed}", lambda asked: f"{name} {value}" if (value := asked.value(name)) != needed else ""
-    )
+
+    def shown(combination: Combination) -> str:
+        value = combination.value(name)
+        return "" if value == needed else f"{name} {value}"
+
+    return Feature(f"{name} other than {needed}", shown)
 
 
-def part(kind: str, about: str = "", counts: Callable[[Any], bool] = lambda made: True) -> Feature:
+def part(kind: str, about: str = "", counts: Callable[[Any], bool] = lambda extension: True) -> Feature:
     """An extension of a kind: any, or the ones that count, which ``about`` describes."""
 
-    def given(asked: Combination) -> str:
-        made = asked.part(kind)
-        return asked.called(kind) if made is not None and counts(made) else ""
+    def shown(combination: Combination) -> str:
+        extension = combination.part(kind)
+        if extension is None or not counts(extension):
+            return ""
+        return combination.called(kind)
 
-    return Feature(f"{KINDS[kind].flag} NAME {about}".rstrip(), given)
+    return Feature(f"{KINDS[kind].flag} NAME {about}".rstrip(), shown)
 
 
-def density(about: str = "", counts: Callable[[Any], bool] = lambda made: True) -> Feature:
+def density(about: str = "", counts: Callable[[Any], bool] = lambda perturbation: True) -> Feature:
     """The density of a perturbation: any, or the ones that count."""
-    owner = part("perturbation", counts=lambda made: made.has_density and counts(made))
-    return Feature(
-        f"a density {about}".rstrip(), lambda asked: (name := owner.given(asked)) and f"the density of {name}"
-    )
+    owner = part("perturbation", counts=lambda perturbation: perturbation.has_density and counts(perturbation))
+
+    def shown(combination: Combination) -> str:
+        name = owner.shown(combination)
+        return f"the density of {name}" if name else ""
+
+    return Feature(f"a density {about}".rstrip(), shown)
 
 
 def sampling(name: str) -> Feature:
     """An option of ``--sampling``."""
 
-    def given(asked: Combination) -> str:
-        value = asked.run.sampling.given().get(name)
-        return "" if value is None else f"--sampling.{name}" + ("" if value is True else f" {value:g}")
+    def shown(combination: Combination) -> str:
+        value = combination.run.sampling.given().get(name)
+        if value is None:
+            return ""
+        return f"--sampling.{name}" if value is True else f"--sampling.{name} {value:g}"
 
-    return Feature(f"--sampling.{name}", given)
+    return Feature(f"--sampling.{name}", shown)
 
 
 def without(package: str) -> Feature:
     """An environment without a package."""
-    return when(f"an environment without {package}", lambda asked: find_spec(package.replace("-", "_")) is None)
+    return when(f"an environment without {package}", lambda combination: find_spec(package.replace("-", "_")) is None)
 
 
 def hardware(name: str) -> Feature:
     """A hardware profile."""
-    return when(f"--hardware {name}", lambda asked: asked.hardware == name)
+    return when(f"--hardware {name}", lambda combination: combination.hardware == name)
 
 
 def engine(path: str, counts: Callable[[Any], Any] = bool, *, name: str = "") -> Feature:
-    """A setting of vLLM's configuration; one that only later releases have counts as not given."""
+    """A setting of vLLM's configuration, by its path with dots.
+
+    ``counts`` gets None for a setting that this release of vLLM does not have.
+    """
     setting = path.rpartition(".")[2]
 
-    def given(asked: Combination) -> str:
-        value = asked.settings
-        for step in path.split("."):
-            value = getattr(value, step, None)
+    def shown(combination: Combination) -> str:
+        value = combination.settings
+        for attribute in path.split("."):
+            value = getattr(value, attribute, None)
         return (name or f"{setting}={value!r}") if counts(value) else ""
 
-    return Feature(name or setting, given)
+    return Feature(name or setting, shown)
 
 
 def verl(key: str, counts: Callable[[Any], bool] = bool) -> Feature:
     """A setting of verl's configuration."""
 
-    def given(asked: Combination) -> str:
+    def shown(combination: Combination) -> str:
         from omegaconf import OmegaConf
 
-        value = OmegaConf.select(asked.settings, key)
+        value = OmegaConf.select(combination.settings, key)
         return f"{key}={value}" if counts(value) else ""
 
-    return Feature(key, given)
+    return Feature(key, shown)
 
 
 def both(one: Feature, other: Feature) -> Feature:
     """Two features together."""
 
-    def given(asked: Combination) -> str:
-        first, second = one.given(asked), other.given(asked)
+    def shown(combination: Combination) -> str:
+        first = one.shown(combination)
+        second = other.shown(combination)
         return f"{first} with {second}" if first and second else ""
 
-    return Feature(f"{one.name} with {other.name}", given)
+    return Feature(f"{one.name} with {other.name}", shown)
 
 
 def above_one(value: object) -> bool:
@@ -191,56 +223,86 @@ def none_of(*values: object) -> Callable[[object], bool]:
 
 def adapts_embedding(lora: Any) -> bool:
     """Whether adapters may hold a part for the input embedding; without target modules they may hold any."""
+    if lora is None:
+        return False
     modules = getattr(lora, "target_modules", None)
-    whole = ("embed_tokens", "wte", "embeddings")
-    return lora is not None and (modules is None or any(name.split(".")[-1] in whole for name in modules))
+    embeddings = ("embed_tokens", "wte", "embeddings")
+    return modules is None or any(module.split(".")[-1] in embeddings for module in modules)
 
 
 def bounds(name: str, holds: Callable[[float, float], bool]) -> Feature:
     """Bounds of the importance weights for which a condition holds; words that the parser refuses have none."""
 
-    def given(asked: Combination) -> str:
-        words = next((each.values for each in reversed([*asked.flags]) if each.name == BOUNDS), ("0.5", "5.0"))
+    def shown(combination: Combination) -> str:
+        flag = combination.last(lambda flag: flag.name == BOUNDS)
+        words = ("0.5", "5.0") if flag is None else flag.values  # OpenRLHF's default
         with suppress(ValueError, IndexError):
             numbers = [float(word) for word in words]
-            low, high = (0.0, *numbers)[-2], numbers[-1]
-            return f"{BOUNDS} {low:g} {high:g}" if holds(low, high) else ""
+            high = numbers[-1]
+            low = numbers[-2] if len(numbers) > 1 else 0.0  # OpenRLHF reads one number as the upper bound
+            if holds(low, high):
+                return f"{BOUNDS} {low:g} {high:g}"
         return ""
 
-    return Feature(f"{BOUNDS} {name}", given)
+    return Feature(f"{BOUNDS} {name}", shown)
 
 
-PERTURBATION = part("perturbation", counts=lambda made: made.active)
+# --- what a run perturbs and replays ----------------------------------------------------------------
+
+PERTURBATION = part("perturbation", counts=lambda perturbation: perturbation.active)
 MASK = sampling("correct_mask")
-ROUTING = when("--replay.routing", lambda asked: asked.run.replay_routing)
-_REPLAYED = "--perturbation NAME, --sampling.correct_mask or --replay.routing"
-REPLAYED = Feature(_REPLAYED, lambda asked: PERTURBATION.given(asked) or MASK.given(asked) or ROUTING.given(asked))
+ROUTING = when("--replay.routing", lambda combination: combination.run.replay_routing)
+
+
+def _first_replayed(combination: Combination) -> str:
+    return PERTURBATION.shown(combination) or MASK.shown(combination) or ROUTING.shown(combination)
+
+
+REPLAYED = Feature("--perturbation NAME, --sampling.correct_mask or --replay.routing", _first_replayed)
 DENSITY = density()
-SCORE_ONLY = density("without a bounded ratio", lambda made: made.score_only)
-TOKENLESS = density("without a drawn token at its positions", lambda made: not made.draws_token)
-TOKENLESS_SCORE = density("without ratio and token", lambda made: made.score_only and not made.draws_token)
-DRAWING = density("of the draws that choose the text", lambda made: made.draws_text)
+SCORE_ONLY = density("without a bounded ratio", lambda perturbation: perturbation.score_only)
+TOKENLESS = density("without a drawn token at its positions", lambda perturbation: not perturbation.draws_token)
+TOKENLESS_SCORE = density(
+    "without ratio and token",
+    lambda perturbation: perturbation.score_only and not perturbation.draws_token,
+)
+DRAWING = density("of the draws that choose the text", lambda perturbation: perturbation.draws_text)
 
 
 @partial(Feature, "--perturbation NAME with text that is not drawn from the policy")
-def unsampled(asked: Combination) -> str:
-    made, ways = asked.part("perturbation"), []
-    if made is None or not made.active or made.has_density or made.samples_text:
+def unsampled(combination: Combination) -> str:
+    """Shows the options with which the perturbation's text would be sampled, too."""
+    perturbation = combination.part("perturbation")
+    if perturbation is None or not perturbation.active or perturbation.has_density or perturbation.samples_text:
         return ""
-    for entry in fields(made):
+    name = combination.called("perturbation")
+    ways = [f"--perturbation.{option} {choice}" for option, choice in _sampling_choices(perturbation)]
+    return f"{name} (its text is sampled with {' or '.join(ways)})" if ways else name
+
+
+def _sampling_choices(perturbation: Perturbation) -> list[tuple[str, object]]:
+    """The options of a perturbation, each with a choice of theirs, with one of which its text is sampled."""
+    options = []
+    for entry in fields(perturbation):
         for choice in entry.metadata.get("choices") or ():
-            with suppress(UsageError):
-                if replace(made, **{entry.name: choice}).samples_text:
-                    ways.append(f"--perturbation.{entry.name} {choice}")
-    return asked.called("perturbation") + (f" (its text is sampled with {' or '.join(ways)})" if ways else "")
+            with suppress(UsageError):  # the choice does not go with the other options
+                if replace(perturbation, **{entry.name: choice}).samples_text:
+                    options.append((entry.name, choice))
+    return options
 
 
-FROZEN_INPUT = part("perturbation", "with freeze embedding or both", lambda made: made.freeze in ("embedding", "both"))
-PARAMETERS = part("perturbation", "with parameters of its own", lambda made: made.has_parameters)
+FROZEN_INPUT = part(
+    "perturbation",
+    "with freeze embedding or both",
+    lambda perturbation: perturbation.freeze in ("embedding", "both"),
+)
+PARAMETERS = part("perturbation", "with parameters of its own", lambda perturbation: perturbation.has_parameters)
+
+# --- OpenRLHF's loss and batches --------------------------------------------------------------------
 
 GSPO = flag(LOSS, only="gspo")
 WEIGHTS = flag(CORRECTION, off="off")
-NO_WEIGHTS = when(f"{CORRECTION} off", lambda asked: not WEIGHTS.given(asked))
+NO_WEIGHTS = when(f"{CORRECTION} off", lambda combination: not WEIGHTS.shown(combination))
 BOUNDS_WITHOUT_ONE = bounds("that excludes 1", lambda low, high: not low <= 1.0 <= high)
 LOWER_BOUND = bounds("with a lower bound", lambda low, high: low > 0.0)
 DIVERGENCE = other_than("--algo.advantage.is_correction_gating", "ratio")
@@ -251,135 +313,209 @@ TOKEN_WEIGHTS = {
     "--algo.advantage.is_correction_gating": "ratio",
     LOSS: "ppo",
 }
-DRAWN_AHEAD = when(
-    f"--rollout.vllm_generate_batch_size above {SIZES[0]}",
-    lambda asked: int(asked.value("--rollout.vllm_generate_batch_size") or 0) > int(asked.value(SIZES[0])),
-)
+
+
+def _draws_ahead(combination: Combination) -> bool:
+    drawn = int(combination.value("--rollout.vllm_generate_batch_size") or 0)
+    return drawn > int(combination.value(SIZES[0]))
+
+
+DRAWN_AHEAD = when(f"--rollout.vllm_generate_batch_size above {SIZES[0]}", _draws_ahead)
 
 
 @partial(Feature, "--train.batch_size that is no multiple of a rollout's samples")
-def small_batch(asked: Combination) -> str:
-    prompts, responses, batch, _ = (int(asked.value(name)) for name in SIZES)
-    if batch % (prompts * responses) == 0:
+def small_batch(combination: Combination) -> str:
+    prompts, responses, batch, _ = (int(combination.value(size)) for size in SIZES)
+    samples = prompts * responses
+    if batch % samples == 0:
         return ""
-    samples = f"the {prompts * responses} samples of a rollout ({SIZES[0]} {prompts} × {SIZES[1]} {responses})"
-    return f"--train.batch_size {batch}, no multiple of {samples},"
+    sizes = f"{SIZES[0]} {prompts} × {SIZES[1]} {responses}"
+    return f"--train.batch_size {batch}, no multiple of the {samples} samples of a rollout ({sizes}),"
 
 
 @partial(Feature, f"{LONGEST} of at most twice {GENERATED}")
-def no_room_for_a_draft(asked: Combination) -> str:
-    longest, generated = asked.value(LONGEST), asked.value(GENERATED)
-    if generated and 2 * int(generated) < int(longest):
-        return ""
-    return f"{LONGEST} {longest} with {GENERATED} {generated}" if generated else f"no {GENERATED}"
+def no_room_for_a_draft(combination: Combination) -> str:
+    longest = combination.value(LONGEST)
+    generated = combination.value(GENERATED)
+    if not generated:
+        return f"no {GENERATED}"
+    return "" if 2 * int(generated) < int(longest) else f"{LONGEST} {longest} with {GENERATED} {generated}"
 
 
 @partial(Feature, f"{KL} above 0")
-def kl_term(asked: Combination) -> str:
-    coefficient = asked.value(KL)
+def kl_term(combination: Combination) -> str:
+    coefficient = combination.value(KL)
     if not float(coefficient) > 0.0:
         return ""
-    return f"{KL} {coefficient}" + ("" if asked.flags.has(KL) else " (OpenRLHF's default)")
+    return f"{KL} {coefficient}" if combination.flags.has(KL) else f"{KL} {coefficient} (OpenRLHF's default)"
 
 
-ONE_ANSWER = when(f"{SIZES[1]} 1", lambda asked: asked.value(SIZES[1]) == "1")
-LATE_REWARD = when("a reward model", lambda asked: not (asked.flags.value("--reward.remote_url") or asked.run.task))
-EVAL_AT_START = when("--eval.at_start", lambda asked: asked.run.eval_at_start)
+ONE_ANSWER = when(f"{SIZES[1]} 1", lambda combination: combination.value(SIZES[1]) == "1")
+LATE_REWARD = when(
+    "a reward model",
+    lambda combination: not combination.flags.value("--reward.remote_url") and not combination.run.task,
+)
+EVAL_AT_START = when("--eval.at_start", lambda combination: combination.run.eval_at_start)
 
-NOISE, SCHEDULE = part("policy_noise"), part("sampling_schedule")
-NOISE_BY_WEIGHTS = part("policy_noise", "that follows the divergence", lambda made: made.follows_divergence)
-SCHEDULE_BY_WEIGHTS = part("sampling_schedule", "that follows the training", lambda made: made.follows_training)
-EVALUATED_SCHEDULE = part("sampling_schedule", "with evaluation", lambda made: made.evaluation)
+# --- methods ----------------------------------------------------------------------------------------
+
+NOISE = part("policy_noise")
+NOISE_BY_WEIGHTS = part("policy_noise", "that follows the divergence", lambda noise: noise.follows_divergence)
+SCHEDULE = part("sampling_schedule")
+SCHEDULE_BY_WEIGHTS = part("sampling_schedule", "that follows the training", lambda schedule: schedule.follows_training)
+EVALUATED_SCHEDULE = part("sampling_schedule", "with evaluation", lambda schedule: schedule.evaluation)
 CREDIT = part("credit")
-CREDIT_IN_LOSS = part("credit", "that acts in the loss", lambda made: made.acts_in_loss)
-_OF_TOKENS = "that reads log-probabilities or acts in the loss"
-CREDIT_OF_TOKENS = part("credit", _OF_TOKENS, lambda made: made.reads_log_probs or made.acts_in_loss)
+CREDIT_IN_LOSS = part("credit", "that acts in the loss", lambda credit: credit.acts_in_loss)
+CREDIT_OF_TOKENS = part(
+    "credit",
+    "that reads log-probabilities or acts in the loss",
+    lambda credit: credit.reads_log_probs or credit.acts_in_loss,
+)
 SECOND_ROUND = part("second_round")
-REPLACED = part("second_round", "that trains responses to another prompt", lambda made: not made.refines)
-REFINED = part("second_round", "that shows a draft", lambda made: made.refines)
-FULL_GROUPS = part("second_round", "with group=all", lambda made: made.group == "all")
+REPLACED = part("second_round", "that trains responses to another prompt", lambda second: not second.refines)
+REFINED = part("second_round", "that shows a draft", lambda second: second.refines)
+FULL_GROUPS = part("second_round", "with group=all", lambda second: second.group == "all")
 
 ADVANTAGE = part("advantage")
-FOLLOWED = part("advantage", "that follows a prompt over the run", lambda made: made.needs in ("counts", "values"))
-BY_VALUES = part("advantage", "that keeps a value of each prompt", lambda made: made.needs == "values")
-NO_ADVANTAGE = when("no --advantage", lambda asked: asked.part("advantage") is None)
-_OTHER = flag(ESTIMATOR, off="group_norm")
-OTHER_ESTIMATOR = Feature(_OTHER.name, lambda asked: _OTHER.given(Combination(flags=Flags(asked.flags.given))))
-VERIFIED = part("advantage", "of right and wrong responses", lambda made: isinstance(made, VerifiedAdvantage))
-BEYOND_REWARDS = part("advantage", "that needs more than rewards", lambda made: made.needs or made.leaves_out_overlong)
-BY_HIDDEN = part("advantage", "that compares hidden states", lambda made: made.needs == "hidden")
-BY_LOG_PROBS = part("advantage", "that weighs responses by their probability", lambda made: made.needs == "log_probs")
-CHANGING = part("advantage", "that changes over the run", lambda made: made.changes_over_run)
+FOLLOWED = part(
+    "advantage",
+    "that follows a prompt over the run",
+    lambda advantage: advantage.needs in ("counts", "values"),
+)
+BY_VALUES = part("advantage", "that keeps a value of each prompt", lambda advantage: advantage.needs == "values")
+NO_ADVANTAGE = when("no --advantage", lambda combination: combination.part("advantage") is None)
+_ESTIMATOR_OF_FLAGS = flag(ESTIMATOR, off="group_norm")
+OTHER_ESTIMATOR = Feature(
+    _ESTIMATOR_OF_FLAGS.name,
+    # Only the user's own flags count: a preset or the advantage may add another estimator.
+    lambda combination: _ESTIMATOR_OF_FLAGS.shown(Combination(flags=Flags(combination.flags.given))),
+)
+VERIFIED = part(
+    "advantage",
+    "of right and wrong responses",
+    lambda advantage: isinstance(advantage, VerifiedAdvantage),
+)
+BEYOND_REWARDS = part(
+    "advantage",
+    "that needs more than rewards",
+    lambda advantage: advantage.needs or advantage.leaves_out_overlong,
+)
+BY_HIDDEN = part("advantage", "that compares hidden states", lambda advantage: advantage.needs == "hidden")
+BY_LOG_PROBS = part(
+    "advantage",
+    "that weighs responses by their probability",
+    lambda advantage: advantage.needs == "log_probs",
+)
+CHANGING = part("advantage", "that changes over the run", lambda advantage: advantage.changes_over_run)
+
+# --- attention and models ---------------------------------------------------------------------------
 
 _ATTENTION = "--ds.attn_implementation"
-FLASH_ATTENTION = Feature(
-    f"{_ATTENTION} with flash", lambda asked: flag(_ATTENTION).given(asked) * ("flash" in asked.value(_ATTENTION))
-)
-# transformers 5.15 takes a kernel from the hub in the place of flash-attn where the package `kernels` is there.
+
+
 _FLASH_2 = flag(_ATTENTION, only="flash_attention_2")
-FLASH_ATTENTION_2 = Feature(_FLASH_2.name, lambda asked: _FLASH_2.given(asked) * ("kernels" in asked.missing))
+
+
+def _flash_attention(combination: Combination) -> str:
+    return flag(_ATTENTION).shown(combination) if "flash" in combination.value(_ATTENTION) else ""
+
+
+def _flash_attention_2(combination: Combination) -> str:
+    # transformers 5.15 takes a kernel from the hub in the place of flash-attn where the package `kernels` is there.
+    return _FLASH_2.shown(combination) if "kernels" in combination.missing else ""
+
+
+FLASH_ATTENTION = Feature(f"{_ATTENTION} with flash", _flash_attention)
+FLASH_ATTENTION_2 = Feature(_FLASH_2.name, _flash_attention_2)
+
+
 WITHOUT_FLASH_ATTN = when(
-    "an environment without flash-attn", lambda asked: asked.hardware == "cuda" and "flash-attn" in asked.missing
+    "an environment without flash-attn",
+    lambda combination: combination.hardware == "cuda" and "flash-attn" in combination.missing,
 )
 
 
 @partial(Feature, "a model without experts")
-def dense(asked: Combination) -> str:
-    path = architecture.find_config(asked.flags.value(MODEL) or "") if ROUTING.given(asked) else None
+def dense(combination: Combination) -> str:
+    if not ROUTING.shown(combination):  # the model's config is read for --replay.routing only
+        return ""
+    model = combination.flags.value(MODEL)
+    path = architecture.find_config(model or "")
     if path is None:
         return ""
     config = architecture.read_config(path)
-    text = config.get("text_config") or config
-    experts = (value for name, value in text.items() if "expert" in name)
-    return "" if any(experts) else f"the model {asked.flags.value(MODEL)}, which is dense,"
+    text_config = config.get("text_config") or config
+    has_experts = any(value for name, value in text_config.items() if "expert" in name)
+    return "" if has_experts else f"the model {model}, which is dense,"
 
 
 @partial(Feature, "a model with heads of a size that vLLM's CPU attention lacks")
-def head_size(asked: Combination) -> str:
-    model = asked.flags.value(MODEL) or ""
-    unfit = architecture.unfit_for_cpu(model) if asked.hardware == "cpu" else ""  # it makes the model: not for CUDA
-    return unfit and f"the model {model!r} with attention heads of size {unfit}"
+def head_size(combination: Combination) -> str:
+    if combination.hardware != "cpu":  # looking makes the model, which takes seconds
+        return ""
+    model = combination.flags.value(MODEL) or ""
+    size = architecture.unfit_for_cpu(model)
+    return f"the model {model!r} with attention heads of size {size}" if size else ""
 
+
+# --- engines of vLLM, verl and TRL ------------------------------------------------------------------
 
 IN_ENGINE = part("perturbation")
-ROUTED_ENGINE = when(
-    'additional_config["routed_experts"]',
-    lambda asked: (getattr(asked.settings, "additional_config", None) or {}).get("routed_experts"),
-)
+
+
+def _records_experts(combination: Combination) -> Any:
+    additional_config = getattr(combination.settings, "additional_config", None) or {}
+    return additional_config.get("routed_experts")
+
+
+ROUTED_ENGINE = when('additional_config["routed_experts"]', _records_experts)
 
 
 @partial(Feature, "data_parallel_size above 1 for a mixture of experts")
-def mixture_in_step(asked: Combination) -> str:
-    ranks, moe = getattr(asked.settings.parallel_config, "data_parallel_size", 1), asked.settings.model_config.is_moe
-    return f"data_parallel_size={ranks} for a mixture of experts" if ranks > 1 and moe else ""
+def mixture_in_step(combination: Combination) -> str:
+    ranks = getattr(combination.settings.parallel_config, "data_parallel_size", 1)
+    is_mixture = combination.settings.model_config.is_moe
+    return f"data_parallel_size={ranks} for a mixture of experts" if ranks > 1 and is_mixture else ""
 
 
-IN_VERL, IN_TRL = when("verl", lambda asked: True), when("TRL", lambda asked: True)
-WITHOUT_VLLM = when("use_vllm=False", lambda asked: not getattr(asked.settings, "use_vllm", False))
-VLLM_SERVER = when("a vLLM server", lambda asked: getattr(asked.settings, "vllm_mode", "colocate") != "colocate")
-LIGER = when("use_liger_kernel", lambda asked: getattr(asked.settings, "use_liger_kernel", False))
+IN_VERL = when("verl", lambda combination: True)
+IN_TRL = when("TRL", lambda combination: True)
+WITHOUT_VLLM = when("use_vllm=False", lambda combination: not getattr(combination.settings, "use_vllm", False))
+VLLM_SERVER = when(
+    "a vLLM server", lambda combination: getattr(combination.settings, "vllm_mode", "colocate") != "colocate"
+)
+LIGER = when("use_liger_kernel", lambda combination: getattr(combination.settings, "use_liger_kernel", False))
 
 
 @partial(when, "top_p, top_k, min_p or repetition_penalty with vllm_importance_sampling_correction")
-def filtered_weights(asked: Combination) -> bool:
+def filtered_weights(combination: Combination) -> bool:
     """Whether TRL weighs tokens by importance that filters of the rollout's sampling or a penalty have changed."""
+    settings = combination.settings
     neutral = {"top_p": (None, 1.0), "top_k": (None, 0, -1), "min_p": (None, 0.0), "repetition_penalty": (None, 1.0)}
-    filtered = any(getattr(asked.settings, name, None) not in values for name, values in neutral.items())
-    return filtered and bool(getattr(asked.settings, "vllm_importance_sampling_correction", False))
+    filtered = any(getattr(settings, name, None) not in values for name, values in neutral.items())
+    return filtered and bool(getattr(settings, "vllm_importance_sampling_correction", False))
 
 
 @partial(Feature, "a KL term in the reward")
-def kl_in_reward(asked: Combination) -> str:
-    if asked.parts:
-        return "algorithm.use_kl_in_reward=True" if asked.arguments.get("kl_in_reward") else ""
-    return "" if asked.flags.has("--algo.kl.use_loss") else kl_term.given(asked)
+def kl_in_reward(combination: Combination) -> str:
+    if combination.parts:  # verl
+        return "algorithm.use_kl_in_reward=True" if combination.arguments.get("kl_in_reward") else ""
+    return "" if combination.flags.has("--algo.kl.use_loss") else kl_term.shown(combination)
+
+
+_CRITIC = verl("critic.enable")
+_CRITIC_OF_ESTIMATOR = both(
+    verl("critic.enable", lambda value: value is None),
+    verl("algorithm.adv_estimator", lambda name: name == "gae"),
+)
 
 
 @partial(Feature, "a critic")
-def critic(asked: Combination) -> str:
-    enabled, gae = verl("critic.enable"), verl("algorithm.adv_estimator", lambda name: name == "gae")
-    default = verl("critic.enable", lambda value: value is None)
-    return "a critic (algorithm.adv_estimator=gae)" if enabled.given(asked) or both(default, gae).given(asked) else ""
+def critic(combination: Combination) -> str:
+    has_critic = _CRITIC.shown(combination) or _CRITIC_OF_ESTIMATOR.shown(combination)
+    return "a critic (algorithm.adv_estimator=gae)" if has_critic else ""
 
 
-VERL_ENGINES = tuple(f"actor_rollout_ref.{role}{of}" for role in ("actor", "ref") for of in (".fsdp_config", ""))
+VERL_ENGINES = tuple(
+    f"actor_rollout_ref.{role}{config}" for role in ("actor", "ref") for config in (".fsdp_config", "")
+)

@@ -32,9 +32,9 @@ class Kind:
         flag: the flag that takes its names; options follow after a dot.
         about: what it is, for ``ngrpo new`` and ``ngrpo train --help``.
         page: the page of docs/ about it.
-        in_rollouts: whether it changes rollouts that no training follows as well, as `eval` and `diagnose` draw them.
+        in_rollouts: whether `eval` and `diagnose`, which do not train, accept it too.
         suite: ``module:function`` of its conformance suite, ``inspect(target, kind, **options)``; empty for none.
-        error_context: what depends on its contract, for messages.
+        contract: its contract, as the message about a broken one names it.
         make: creates an object by name; the registry's own ``create`` where it is None.
         templates: the package with the folder ``templates``, which ``ngrpo new`` copies.
     """
@@ -45,7 +45,7 @@ class Kind:
     page: str = "docs/exploration.md"
     in_rollouts: bool = False
     suite: str = ""
-    error_context: str = "rollout and replay rest"
+    contract: str = "the contract that rollout and replay rest on"
     make: Callable[..., Any] | None = None
     templates: str = "ngrpo.commands"
 
@@ -73,21 +73,28 @@ class Kind:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             extension = self.create(name, **options)
-        for part in (extension, getattr(extension, "gate", None)):
-            if part is not None and not type(part).__module__.startswith(f"{part.registry.tree}."):
-                check_contract(part)
+        gate = getattr(extension, "gate", None)
+        for checkable in (extension, gate):
+            if checkable is not None and not type(checkable).__module__.startswith(f"{checkable.registry.tree}."):
+                check_contract(checkable)
         return extension, tuple(str(warning.message) for warning in caught)
 
     def option_fields(self, name: str, options: Mapping[str, Any]) -> dict[str, tuple[type, dataclasses.Field]]:
-        """The options of a name and, after a dot, of what they name themselves, such as a gate; each with its owner."""
+        """The options of an extension by name, each with the class that has it and its field.
+
+        An option that names an extension itself, such as ``gate``, adds that one's options: ``gate.length``.
+        """
         cls = self.registry.get(name, options.get("source"))
-        found = {entry.name: (cls, entry) for entry in dataclasses.fields(cls)}
-        for key, (_, entry) in list(found.items()):
-            registry, value = entry.metadata.get("registry"), options.get(key, entry.default)
-            if registry is not None and isinstance(value, str) and value.lower() != "none":
-                owner = registry.get(value, options.get(f"{key}.source"))
-                found |= {f"{key}.{own.name}": (owner, own) for own in dataclasses.fields(owner)}
-        return found
+        fields = {entry.name: (cls, entry) for entry in dataclasses.fields(cls)}
+        for entry in dataclasses.fields(cls):
+            registry = entry.metadata.get("registry")
+            value = options.get(entry.name, entry.default)
+            if registry is None or not isinstance(value, str) or value.lower() == "none":
+                continue
+            inner_cls = registry.get(value, options.get(f"{entry.name}.source"))
+            for inner in dataclasses.fields(inner_cls):
+                fields[f"{entry.name}.{inner.name}"] = (inner_cls, inner)
+        return fields
 
     def inspect(self, target: object, **options: object) -> Iterator[tuple[str, PerturbationError | None]]:
         """The outcomes of its conformance suite, one after the other."""
@@ -99,29 +106,60 @@ class Kind:
         return (pkgutil.get_data(self.templates, path) or b"").decode()
 
 
-_SUITE, _PAGE = "perturbations.testing:inspect", "docs/own_perturbation.md"
+_SUITE = "perturbations.testing:inspect"
+_PAGE = "docs/own_perturbation.md"
 
 ROWS = (
-    Kind(registry.perturbations, "--perturbation", "what the model is fed for a sampled token", _PAGE, suite=_SUITE),
-    Kind(registry.gates, "--perturbation.gate", "where a perturbation acts", _PAGE, suite=_SUITE),
-    Kind(registry.buffers, "--perturbation.replay_buffer", "where finished trajectories wait for the trainer", _PAGE),
     Kind(
-        advantages.registry,
-        "--advantage",
-        "what the rewards of one prompt's responses become",
+        registry=registry.perturbations,
+        flag="--perturbation",
+        about="what the model is fed for a sampled token",
+        page=_PAGE,
+        suite=_SUITE,
+    ),
+    Kind(
+        registry=registry.gates,
+        flag="--perturbation.gate",
+        about="where a perturbation acts",
+        page=_PAGE,
+        suite=_SUITE,
+    ),
+    Kind(
+        registry=registry.buffers,
+        flag="--perturbation.replay_buffer",
+        about="where finished trajectories wait for the trainer",
+        page=_PAGE,
+    ),
+    Kind(
+        registry=advantages.registry,
+        flag="--advantage",
+        about="what the rewards of one prompt's responses become",
         suite="ngrpo.config.advantage_check:inspect",
-        error_context="the loss rests",
+        contract="the contract that the loss rests on",
         make=advantages.create,
     ),
-    Kind(credits.registry, "--credit", "how a response's advantage is shared among its tokens"),
-    Kind(policy_noises.registry, "--policy_noise", "noise on the weights that roll out", in_rollouts=True),
     Kind(
-        sampling_schedules.registry,
-        "--sampling.schedule",
-        "temperatures that change within a response or over a run",
+        registry=credits.registry,
+        flag="--credit",
+        about="how a response's advantage is shared among its tokens",
+    ),
+    Kind(
+        registry=policy_noises.registry,
+        flag="--policy_noise",
+        about="noise on the weights that roll out",
         in_rollouts=True,
     ),
-    Kind(second_rounds.registry, "--second_round", "further responses, where all are wrong or to refine the best one"),
+    Kind(
+        registry=sampling_schedules.registry,
+        flag="--sampling.schedule",
+        about="temperatures that change within a response or over a run",
+        in_rollouts=True,
+    ),
+    Kind(
+        registry=second_rounds.registry,
+        flag="--second_round",
+        about="further responses, where all are wrong or to refine the best one",
+    ),
 )
 KINDS = {kind.name: kind for kind in ROWS}
 FLAGS = {kind.registry: kind.flag for kind in ROWS}
@@ -146,8 +184,12 @@ def run_level_kinds() -> list[Kind]:
 def check_contract(extension: Options) -> None:
     """Raises ``UsageError`` for the first outcome of the conformance suite that is an error."""
     kind = of_registry(extension.registry)
-    for _, error in kind.inspect(extension) if kind.suite else ():
+    if not kind.suite:
+        return
+    for _, error in kind.inspect(extension):
         if error is not None:
             name = extension.registry.address(type(extension))
-            fault = f"{error.what.rstrip('.')}. {error.fix}"
-            raise UsageError(f"{extension.kind} {name!r} breaks its contract: {fault} (See: ngrpo check.)")
+            raise UsageError(
+                f"{extension.kind} {name!r} breaks its contract: {error.what.rstrip('.')}. {error.fix} (See: ngrpo"
+                " check.)"
+            )

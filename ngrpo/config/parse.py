@@ -3,7 +3,7 @@
 
 import dataclasses
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ngrpo.config.kinds import FLAGS, KINDS, Kind, run_level_kinds
@@ -21,9 +21,10 @@ REPLAY_BUFFER = f"{PERTURBATION}.replay_buffer"
 CONFIG_FILE = "--config"
 DRY_RUN = "--dry-run"
 PRINT = "--print"
-_MODEL = ("--model", f"--actor.{MODEL_NAMES}")
+_MODEL = "--model"
+_ACTOR = f"--actor.{MODEL_NAMES}"
 ALIASES = {f"{PERTURBATION}.reproducible": "--reproducible"}
-"""Settings of the run that are also taken among the perturbation's options."""
+"""Settings of the run that are also accepted among the perturbation's options."""
 # Flags that have options after a dot, and how each is written. Longer ones go first.
 OPTION_GROUPS = {
     REPLAY_BUFFER: f"{REPLAY_BUFFER} NAME and {REPLAY_BUFFER}.<option> VALUE",
@@ -32,10 +33,14 @@ OPTION_GROUPS = {
     SAMPLING: f"{SAMPLING}.top_k K, {SAMPLING}.min_p P, {SAMPLING}.correct_mask and {SAMPLING}.schedule NAME",
 }
 # Of several of these flags the last one counts, as of OpenRLHF's.
-_LAST_COUNTS = ("--model", "--preset", "--task", "--hardware", "--run-dir", "--log-file")
+_LAST_COUNTS = (_MODEL, "--preset", "--task", "--hardware", "--run-dir", "--log-file")
 _CORRECT_MASK = f"{SAMPLING}.correct_mask"
 # What vLLM 0.26 to 0.31 gives engines that are made as OpenRLHF makes them.
-_VLLM_LIMITS = {"max_num_seqs": 128, "max_num_batched_tokens": 2048}
+_VLLM_RESPONSES = 128
+_VLLM_TOKENS = 2048
+
+OurFlags = dict[str, Any]
+"""Flags of ours with their values: None for an option without a value, and any value of YAML from an options file."""
 
 
 def run_config(argv: Sequence[str]) -> RunConfig:
@@ -44,55 +49,79 @@ def run_config(argv: Sequence[str]) -> RunConfig:
     Raises:
         UsageError: for a misspelt perturbation or option, a bad value, or a flag of ours without its value.
     """
-    ours, rest = _split_flags(argv)
-    origin, file = "", ours.pop(CONFIG, None)
-    if file:
-        lines = datafiles.read_yaml(file, flag=CONFIG, example="'name: neighbor' and 'rate: 0.1'")
-        flags = {PERTURBATION if key == "name" else f"{PERTURBATION}.{key}": value for key, value in lines.items()}
-        ours = {ALIASES.get(flag, flag): value for flag, value in flags.items()} | ours
+    ours, openrlhf = _split_flags(argv)
+    origin = ""
+    file = ours.pop(CONFIG, None)
+    if file is not None:
+        ours = _options_of_file(file) | ours
         origin = f" (options from {file} and the command line)"
-    specs, notes = {}, []
-    for kind in (KINDS["perturbation"], KINDS["replay_buffer"], *run_level_kinds()):
-        made, told = _made(kind, ours, origin if kind.flag == PERTURBATION else "")
-        notes += told if kind.flag == PERTURBATION else []
-        if made is not None and getattr(made, "active", True):
-            specs[kind.name] = made.spec()
+
+    perturbation, notes = _extension(KINDS["perturbation"], ours, origin)
+    extensions = {"perturbation": perturbation}
+    for kind in (KINDS["replay_buffer"], *run_level_kinds()):
+        extensions[kind.name], _ = _extension(kind, ours)
+    specs = {
+        name: extension.spec()
+        for name, extension in extensions.items()
+        if extension is not None and getattr(extension, "active", True)
+    }
     sampling = sampling_of(_options(ours, SAMPLING))
     settings: dict[str, Any] = {
         entry.name: coerce(RunConfig, entry, ours[flag], label=f"{flag} {ours[flag]}")
         for flag, entry in SETTINGS.items()
         if flag in ours
     }
-    conversation.template_arguments(settings.get("chat_template_kwargs"))
-    responses, tokens = (settings.get(name) or default for name, default in _VLLM_LIMITS.items())
-    if responses > tokens:
-        sizes = f"--engine.max_num_seqs is {responses} and --engine.max_num_batched_tokens {tokens}"
-        why = "a step reads a token of each response, so that the latter must be at least as large"
-        raise UsageError(f"{sizes}: {why}.")
+    conversation.template_arguments(settings.get("chat_template_kwargs"))  # raises for arguments that are none
+    _check_engine_limits(settings)
     if "perturbation" not in specs and settings.get("reproducible") and f"{PERTURBATION}.seed" in ours:
-        notes.append(f"{PERTURBATION}.seed has no effect where nothing is perturbed; the draws follow --train.seed.")
+        seed_note = f"{PERTURBATION}.seed has no effect where nothing is perturbed; the draws follow --train.seed."
+        notes = (*notes, seed_note)
     if "replay_buffer" in specs and not {PERTURBATION, _CORRECT_MASK, "--replay.routing"} & ours.keys():
         raise UsageError(f"{REPLAY_BUFFER} is given, but nothing is recorded. Add {PERTURBATION} NAME.")
-    model, actor = _MODEL
-    if model in ours and Flags(rest).has(actor):
-        raise UsageError(f"{model} and {actor} are the same setting; give one of them.")
-    named = (actor, ours[model]) if model in ours else ()
-    return RunConfig(specs=specs, sampling=sampling, openrlhf=(*named, *rest), notes=tuple(notes), **settings)
+    if _MODEL in ours:
+        if Flags(openrlhf).has(_ACTOR):
+            raise UsageError(f"{_MODEL} and {_ACTOR} are the same setting; give one of them.")
+        openrlhf = [_ACTOR, ours[_MODEL], *openrlhf]
+    return RunConfig(specs=specs, sampling=sampling, openrlhf=tuple(openrlhf), notes=notes, **settings)
 
 
 def sampling_of(options: Mapping[str, Any]) -> Sampling:
     """The options of ``--sampling``; ``UsageError`` for an unknown one or a value out of range."""
-    known = [*(field.name for field in dataclasses.fields(Sampling)), "schedule"]
+    names = [*(field.name for field in dataclasses.fields(Sampling)), "schedule"]
     for name in options:
         if name in OF_OPENRLHF:
             raise UsageError(f"{SAMPLING}.{name}: that is OpenRLHF's own flag; give {OF_OPENRLHF[name]}.")
-        if name not in known:
+        if name not in names:
+            available = ", ".join(f"{SAMPLING}.{option}" for option in names)
             raise UsageError(
-                f"unknown flag '{SAMPLING}.{name}'.{nearest(name, known)} Available:"
-                f" {', '.join(f'{SAMPLING}.{each}' for each in known)}; OpenRLHF's own:"
+                f"unknown flag '{SAMPLING}.{name}'.{nearest(name, names)} Available: {available}; OpenRLHF's own:"
                 f" {', '.join(OF_OPENRLHF.values())}."
             )
     return Sampling(**options)
+
+
+def _check_engine_limits(settings: Mapping[str, Any]) -> None:
+    """Raises ``UsageError`` for an engine that draws more responses at once than a step of it has tokens."""
+    responses = settings.get("max_num_seqs") or _VLLM_RESPONSES
+    tokens = settings.get("max_num_batched_tokens") or _VLLM_TOKENS
+    if responses > tokens:
+        raise UsageError(
+            f"--engine.max_num_seqs is {responses} and --engine.max_num_batched_tokens {tokens}: a step reads a token"
+            " of each response, so that the latter must be at least as large."
+        )
+
+
+# --- files ------------------------------------------------------------------------------------------
+
+
+def _options_of_file(file: str) -> OurFlags:
+    """The flags of a file of ``--perturbation.config``."""
+    lines = datafiles.read_yaml(file, flag=CONFIG, example="'name: neighbor' and 'rate: 0.1'")
+    flags: OurFlags = {}
+    for key, value in lines.items():
+        flag = PERTURBATION if key == "name" else f"{PERTURBATION}.{key}"
+        flags[ALIASES.get(flag, flag)] = value
+    return flags
 
 
 def with_files(argv: Sequence[str]) -> list[str]:
@@ -103,14 +132,12 @@ def with_files(argv: Sequence[str]) -> list[str]:
     Raises:
         UsageError: for a file that cannot be read.
     """
-    flags = Flags(argv)
     of_files = Flags()
-    booleans: dict[str, str] = {}
-    for file in (value for flag in flags if flag.name == CONFIG_FILE for value in flag.values or ("",)):
-        if not file:
-            raise UsageError(f"{CONFIG_FILE} needs a file (see: ngrpo train --help).")
-        example = "'perturbation: neighbor' and 'rollout.batch_size: 64'"
-        lines = datafiles.read_yaml(file, flag=CONFIG_FILE, example=example)
+    booleans: dict[str, str] = {}  # flags for which YAML has read a boolean, each with its file
+    for file in _config_files(argv):
+        lines = datafiles.read_yaml(
+            file, flag=CONFIG_FILE, example="'perturbation: neighbor' and 'rollout.batch_size: 64'"
+        )
         try:
             words = datafiles.words(lines)
         except UsageError as error:
@@ -122,7 +149,7 @@ def with_files(argv: Sequence[str]) -> list[str]:
             booleans.pop(f"--{key}", None)  # of an earlier file
             if datafiles.has_boolean(value):
                 booleans[f"--{key}"] = file
-    command_line = flags.without(CONFIG_FILE)
+    command_line = Flags(argv).without(CONFIG_FILE)
     merged = override(of_files, command_line)
     for flag, file in booleans.items():
         if merged.has(flag) and not command_line.has(flag):
@@ -130,129 +157,206 @@ def with_files(argv: Sequence[str]) -> list[str]:
     return merged.argv
 
 
+def _config_files(argv: Sequence[str]) -> Iterator[str]:
+    """The values of ``--config``; ``UsageError`` where one is missing."""
+    for flag in Flags(argv):
+        if flag.name == CONFIG_FILE:
+            for file in flag.values or ("",):
+                if not file:
+                    raise UsageError(f"{CONFIG_FILE} needs a file (see: ngrpo train --help).")
+                yield file
+
+
 def refuse_boolean(flag: str, file: str, flags: Flags) -> None:
     """Refuses true or false, as YAML reads yes, no, on and off, as the value of a flag that takes a text.
 
     Args:
         flag: the flag whose value in ``file`` is a boolean of YAML.
+        file: the file of ``--config``.
         flags: all flags of the run, which name the perturbation, advantage and so on whose option the flag is.
 
     Raises:
         UsageError: where the flag is a setting of ours, or an option of what the flags name, that is no switch.
     """
     key = flag.removeprefix("--")
-    kind = next((kind for kind in KINDS.values() if kind.flag == _group_of(flag)), None)
-    owner, entry = None, None
-    if flag in SETTINGS:
-        owner, entry = RunConfig, SETTINGS[flag]
-    elif kind is not None and flag == kind.flag:
+    kind = _kind_of_group(flag)
+    if kind is not None and flag == kind.flag:
         raise UsageError(
             f"{CONFIG_FILE} {file}: {key} takes a name (see: ngrpo list), and {key}: none is off. YAML reads yes, no,"
             " on and off as true or false."
         )
-    elif kind is not None and (name := flags.value(kind.flag)) and name != "none":
-        option = flag.removeprefix(f"{kind.flag}.")
-        owner, entry = kind.option_fields(name, {}).get(option, (None, None))
-    # Without an owner it is a flag of OpenRLHF, or an option that is refused later.
-    if owner is not None and entry is not None and bool not in kinds(owner, entry.name):
+    accepted = _accepted_types(flag, kind, flags)
+    # Without types it is a flag of OpenRLHF, or an option that is refused later.
+    if accepted and bool not in accepted:
         raise UsageError(
             f"{CONFIG_FILE} {file}: {key} takes a text or a number. YAML reads yes, no, on and off as true or false:"
             f' quote the text, {key}: "no".'
         )
 
 
+def _accepted_types(flag: str, kind: Kind | None, flags: Flags) -> tuple[type, ...]:
+    """The types that a setting, or an option of an extension, accepts; none where the run has no such option."""
+    if flag in SETTINGS:
+        return kinds(RunConfig, SETTINGS[flag].name)
+    name = None if kind is None else flags.value(kind.flag)
+    if kind is None or not name or name == "none":
+        return ()
+    fields = kind.option_fields(name, {})
+    option = flag.removeprefix(f"{kind.flag}.")
+    if option not in fields:
+        return ()
+    owner, entry = fields[option]
+    return kinds(owner, entry.name)
+
+
 def override(earlier: Flags, later: Flags) -> Flags:
-    """Both; the later flags replace the earlier ones that set the same.
+    """The flags of both; the later ones replace the earlier ones that set the same.
 
-    Where the later names another perturbation, gate, advantage and so on, the options of the earlier one go. Options
-    without a name stay: they are of the one that the later flags name.
+    Where the later ones name another perturbation, gate, advantage and so on, the options of the earlier one go.
+    Options without a name stay: they are of the one that the later flags name.
     """
-    names = {flag.name for flag in later}
-    if names & set(_MODEL):
-        names |= set(_MODEL)
+    replaced = {flag.name for flag in later}
+    if replaced & {_MODEL, _ACTOR}:
+        replaced |= {_MODEL, _ACTOR}
     for root in FLAGS.values():
-        if root in names and earlier.has(root) and later.value(root) != earlier.value(root):
-            of_it = {flag.name for flag in earlier if flag.name.startswith(f"{root}.")}
-            of_it -= SETTINGS.keys() | ALIASES.keys()
-            names |= {name for name in of_it if root == REPLAY_BUFFER or not name.startswith(REPLAY_BUFFER)}
-    return Flags([*earlier.without(*names).argv, *later.argv])
+        if root in replaced and earlier.has(root) and later.value(root) != earlier.value(root):
+            options = {flag.name for flag in earlier if flag.name.startswith(f"{root}.")}
+            options -= SETTINGS.keys() | ALIASES.keys()
+            if root != REPLAY_BUFFER:  # a buffer is no option of the perturbation, though its flag looks like one
+                options = {name for name in options if not name.startswith(REPLAY_BUFFER)}
+            replaced |= options
+    return Flags([*earlier.without(*replaced).argv, *later.argv])
 
 
-def _split_flags(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """Our flags with their values, None for an option's flag without a value, and OpenRLHF's words."""
-    ours: dict[str, Any] = {}
-    rest: list[str] = []
+# --- flags of ours, and OpenRLHF's ------------------------------------------------------------------
+
+
+def _split_flags(argv: Sequence[str]) -> tuple[OurFlags, list[str]]:
+    """Our flags with their values, and OpenRLHF's words."""
+    ours: OurFlags = {}
+    openrlhf: list[str] = []
     for flag in Flags(argv):
         name = ALIASES.get(flag.name, flag.name)
         if not name:
             raise UsageError(f"unexpected word {flag.argv[0]!r}: flags begin with '--'.")
         if not _is_ours(name):
             _refuse_near_miss(name)
-            rest += flag.argv
+            openrlhf += flag.argv
             continue
         if len(flag.values) > 1:
             raise UsageError(f"{flag.name} takes one value; {flag.values[1]!r} is one too many.")
-        if name in (DRY_RUN, PRINT):  # what to do with the run, and no part of it
+        if name in (DRY_RUN, PRINT):  # they say what to do with the run, and are no part of it
             continue
         if name in ours and name not in _LAST_COUNTS:
             raise UsageError(f"{name} is given twice; keep one of them.")
         if name == SAMPLING:
             raise UsageError(f"{SAMPLING} needs an option: {OPTION_GROUPS[SAMPLING]}.")
         value = flag.values[0] if flag.values else None
-        kind = next((kind.registry.kind for kind in KINDS.values() if kind.flag == name), None)
-        option = kind is None and _group_of(name) in FLAGS.values() and name != CONFIG
-        switch = name == _CORRECT_MASK or (name in SETTINGS and bool in kinds(RunConfig, SETTINGS[name].name))
-        if not value and not switch and not option:
-            article = "an" if kind and kind[0] in "aeiou" else "a"
-            needed = f"{article} {kind}'s name (see: ngrpo list)" if kind else "a value (see: ngrpo train --help)"
-            raise UsageError(f"{name} needs {needed}.")
-        ours[name] = "true" if value is None and switch else value
-    return ours, rest
+        if _is_switch(name):
+            ours[name] = "true" if value is None else value
+        else:
+            _check_value(name, value)
+            ours[name] = value
+    return ours, openrlhf
 
 
 def _is_ours(name: str) -> bool:
-    return name in SETTINGS or name in ("--model", DRY_RUN, PRINT) or _group_of(name) is not None
+    return name in SETTINGS or name in (_MODEL, DRY_RUN, PRINT) or _group_of(name) is not None
+
+
+def _is_switch(name: str) -> bool:
+    """Whether a flag is a setting that needs no value. Which options are switches depends on what they belong to."""
+    return name == _CORRECT_MASK or (name in SETTINGS and bool in kinds(RunConfig, SETTINGS[name].name))
+
+
+def _check_value(name: str, value: str | None) -> None:
+    """Raises ``UsageError`` for a flag of ours without its value; options are checked by :func:`_extension`."""
+    kind = _kind_named(name)
+    is_option = kind is None and name != CONFIG and _kind_of_group(name) is not None
+    if value or is_option:
+        return
+    if kind is None:
+        raise UsageError(f"{name} needs a value (see: ngrpo train --help).")
+    noun = kind.registry.kind
+    article = "an" if noun[0] in "aeiou" else "a"
+    raise UsageError(f"{name} needs {article} {noun}'s name (see: ngrpo list).")
 
 
 def _group_of(name: str) -> str | None:
     """The flag of ours that this is an option of, or is; None for a setting and for OpenRLHF's."""
-    found = (root for root in OPTION_GROUPS if f"{name}.".startswith(f"{root}."))
-    return None if name in SETTINGS else next(found, None)
+    if name in SETTINGS:
+        return None
+    for root in OPTION_GROUPS:
+        if f"{name}.".startswith(f"{root}."):
+            return root
+    return None
 
 
-def _options(ours: Mapping[str, Any], root: str) -> dict[str, Any]:
-    return {name[len(root) + 1 :]: value for name, value in ours.items() if _group_of(name) == root and name != root}
+def _kind_named(flag: str) -> Kind | None:
+    """The kind of extension that a flag names; None for any other flag."""
+    for kind in KINDS.values():
+        if kind.flag == flag:
+            return kind
+    return None
+
+
+def _kind_of_group(name: str) -> Kind | None:
+    """The kind of extension that a flag names, or is an option of; None for any other flag."""
+    group = _group_of(name)
+    return None if group is None else _kind_named(group)
+
+
+def _options(ours: OurFlags, root: str) -> OurFlags:
+    """The options of a flag, without its name and the dot in front."""
+    prefix = f"{root}."
+    of_group = {name: value for name, value in ours.items() if _group_of(name) == root}
+    return {name.removeprefix(prefix): value for name, value in of_group.items() if name != root}
 
 
 def _refuse_near_miss(name: str) -> None:
     """A misspelt flag of ours must not reach OpenRLHF, where it would be an unknown word among many."""
-    root, dot, rest = name.partition(".")
-    for known in (group for group in OPTION_GROUPS if "." not in group):
-        if difflib.SequenceMatcher(None, root, known).ratio() >= 0.8 or root.startswith(known[:8]):
-            if root.startswith((f"{known}_", f"{known}-")):
-                dot, rest = ".", root[len(known) + 1 :] + dot + rest
-            form = OPTION_GROUPS[known]
-            raise UsageError(f"unknown flag {name!r}. Did you mean {known + dot + rest!r}? The flags are {form}.")
+    root, dot, option = name.partition(".")
+    for group, form in OPTION_GROUPS.items():
+        if "." in group:
+            continue
+        similar = difflib.SequenceMatcher(None, root, group).ratio() >= 0.8
+        if not similar and not root.startswith(group[:8]):
+            continue
+        if root.startswith((f"{group}_", f"{group}-")):  # as in --perturbation_rate
+            option = root[len(group) + 1 :] + dot + option
+            dot = "."
+        raise UsageError(f"unknown flag {name!r}. Did you mean {group + dot + option!r}? The flags are {form}.")
     for word in (name, root):
-        for setting in difflib.get_close_matches(word, SETTINGS, n=1, cutoff=0.8):
-            raise UsageError(f"unknown flag {name!r}. Did you mean {setting!r}? (See: ngrpo train --help.)")
+        settings = difflib.get_close_matches(word, SETTINGS, n=1, cutoff=0.8)
+        if settings:
+            raise UsageError(f"unknown flag {name!r}. Did you mean {settings[0]!r}? (See: ngrpo train --help.)")
 
 
-def _made(kind: Kind, ours: Mapping[str, Any], origin: str) -> tuple[Any, tuple[str, ...]]:
-    """The extension that is named of a kind, None for none, and its warnings."""
-    flag, name, options = kind.flag, ours.get(kind.flag), _options(ours, kind.flag)
+def _extension(kind: Kind, ours: OurFlags, origin: str = "") -> tuple[Any, tuple[str, ...]]:
+    """The extension that is named of a kind, None for none, and its warnings.
+
+    ``origin`` says in messages where the options come from.
+    """
+    flag = kind.flag
+    name = ours.get(flag)
+    options = _options(ours, flag)
     if name is None or (name == "none" and flag != PERTURBATION):
         if options:
-            first = next(iter(options))
-            hint = nearest(first, ["name"]) if origin else ""
-            subject = f"{flag}.{first} is given, but no {kind.registry.kind}"
-            raise UsageError(f"{subject}.{hint} Add {flag} NAME.{origin} (See: ngrpo list.)")
+            option = next(iter(options))
+            hint = nearest(option, ["name"]) if origin else ""
+            raise UsageError(
+                f"{flag}.{option} is given, but no {kind.registry.kind}.{hint} Add {flag} NAME.{origin} (See: ngrpo"
+                " list.)"
+            )
         return None, ()
     fields = kind.option_fields(str(name), options)
-    for option in [option for option, value in options.items() if value is None]:
-        if option in fields and bool not in kinds(fields[option][0], fields[option][1].name):
-            raise UsageError(f"{flag}.{option} needs a value (see: ngrpo train --help).")
-        options[option] = True
+    for option, value in options.items():
+        if value is None:
+            if option in fields:
+                owner, entry = fields[option]
+                if bool not in kinds(owner, entry.name):
+                    raise UsageError(f"{flag}.{option} needs a value (see: ngrpo train --help).")
+            options[option] = True
     try:
         return kind.checked(str(name), options)
     except UsageError as error:

@@ -46,9 +46,7 @@ def _setting(flag: str, default: object, about: str, **limits: Any) -> Any:
 GROUP_BASELINES = ("rloo", "reinforce_baseline", "dr_grpo", "group_norm")
 """OpenRLHF's estimators with a baseline over a prompt's responses; every preset has one of them."""
 OF_OPENRLHF = {"temperature": "--rollout.temperature", "top_p": "--rollout.top_p"}
-"""Sampling of the rollouts that OpenRLHF has flags for."""
-
-
+"""Options of the rollouts' sampling for which OpenRLHF has flags."""
 OVERLONG = "--reward.overlong_buffer_len"
 _GRPO: dict[str, Default] = {
     "--algo.advantage.estimator": "group_norm",
@@ -94,30 +92,35 @@ class Sampling(Options):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.mask_gib is not None and not self.correct_mask:
-            memory = f"--sampling.mask_gib {self.mask_gib:g} is the memory of --sampling.correct_mask"
-            raise UsageError(f"{memory}, which is not given. Add that flag, or leave this one out.")
+            raise UsageError(
+                f"--sampling.mask_gib {self.mask_gib:g} is the memory of --sampling.correct_mask, which is not given."
+                " Add that flag, or leave this one out."
+            )
 
     def given(self) -> dict[str, Any]:
         """The settings that are on."""
         return {name: value for name, value in self.spec().items() if value not in (None, False)}
 
     def masks(self) -> dict[str, Any]:
-        """The settings of the engines' draws that are on."""
+        """``top_k`` and ``min_p``, where set."""
         return {name: value for name, value in self.given().items() if name in ("top_k", "min_p")}
 
     def described(self, flags: Flags) -> dict[str, float | int | None]:
-        """All settings of the rollouts' draws with OpenRLHF's own checked ones, for the results; None: not cut."""
-        values = {name: float(flags.value(flag) or 1.0) for name, flag in OF_OPENRLHF.items()}
-        return {**values, "top_k": self.top_k, "min_p": self.min_p, "correct_mask": self.correct_mask}
+        """All settings of the rollouts' draws, with those of OpenRLHF, for the results; None for no truncation."""
+        of_openrlhf = {name: float(flags.value(flag) or 1.0) for name, flag in OF_OPENRLHF.items()}
+        return {**of_openrlhf, "top_k": self.top_k, "min_p": self.min_p, "correct_mask": self.correct_mask}
 
     def notes(self, flags: Flags) -> list[str]:
         """A warning where the rollouts' distribution is truncated and the loss is of the whole one."""
+        truncations = self.masks()
         top_p = self.described(flags)["top_p"] or 0.0
-        cut = self.masks() | ({} if top_p >= 1.0 else {"top_p": top_p})
-        if not cut or self.correct_mask:
+        if top_p < 1.0:
+            truncations["top_p"] = top_p
+        if not truncations or self.correct_mask:
             return []
+        texts = [f"{name} {value}" for name, value in truncations.items()]
         return [  # docs/figures.md, `python -m benchmarks.sampling_mask`
-            f"rollouts are drawn from a truncated distribution ({', '.join(f'{k} {v}' for k, v in cut.items())}), but"
+            f"rollouts are drawn from a truncated distribution ({', '.join(texts)}), but"
             " the loss is of the whole one. On SmolLM2-135M each log-probability is off by 0.04 on average with top-p"
             " 0.95, by 0.06 with top-k 50 (at worst 0.96) and by 0.15 with min-p 0.05, always downwards, and a"
             " baseline is not free. Add --sampling.correct_mask."
@@ -131,7 +134,8 @@ class RunConfig:
     Attributes:
         specs: of each kind of extension in use, by :attr:`ngrpo.config.kinds.Kind.name`, what its
             ``create(**spec)`` takes: ``{"perturbation": {"name": "neighbor", "rate": 0.1, ...}}``.
-        gap_limit: how many times the log-probability gap at plain positions the one after perturbed inputs may be.
+        gap_limit: how many times as large as at plain positions the mismatch of log-probabilities may be after
+            perturbed inputs.
         max_num_seqs, max_num_batched_tokens: None for vLLM's defaults of OpenRLHF's engines.
         openrlhf: OpenRLHF's flags, in their order.
         run_dir: folder for what this run writes, or None for a new one under ``runs/``.
@@ -161,23 +165,28 @@ class RunConfig:
     machine: placement.Machine | None = field(default=None, compare=False)
 
     @cached_property
-    def _made(self) -> dict[str, Any]:
+    def _extensions(self) -> dict[str, Any]:
+        """The objects of the specs, as far as :meth:`part` has made them."""
         return {}
 
     def part(self, kind: str) -> Any:
-        """The object of a kind, made at its first use; None where the run has none."""
-        if kind in self.specs and kind not in self._made:
-            with warnings.catch_warnings():  # which the parsing has noted
+        """The extension of a kind, made at its first use; None where the run has none."""
+        if kind in self.specs and kind not in self._extensions:
+            with warnings.catch_warnings():  # parse.run_config has put them into the notes
                 warnings.simplefilter("ignore", UserWarning)
-                self._made[kind] = KINDS[kind].create(**self.specs[kind])
-        return self._made.get(kind)
+                self._extensions[kind] = KINDS[kind].create(**self.specs[kind])
+        return self._extensions.get(kind)
 
     @property
     def profile(self) -> Profile:
         """The hardware profile: ``auto`` is also CUDA on a joined cluster with named GPUs."""
         profile = profile_for(self.hardware)
-        joined = placement.cluster() if self.hardware == "auto" and profile.name == "cpu" else None
-        return profile_for("cuda") if joined is not None and joined[1] else profile
+        if self.hardware == "auto" and profile.name == "cpu":
+            cluster = placement.cluster()
+            if cluster is not None:
+                _, names_gpus = cluster
+                return profile_for("cuda") if names_gpus else profile
+        return profile
 
     @property
     def perturbation(self) -> Perturbation | None:
@@ -222,14 +231,14 @@ class RunConfig:
     @property
     def engine_limits(self) -> dict[str, int]:
         """Arguments of vLLM's engines, as far as they are given."""
-        given = {"max_num_seqs": self.max_num_seqs, "max_num_batched_tokens": self.max_num_batched_tokens}
-        return {name: value for name, value in given.items() if value is not None}
+        limits = {"max_num_seqs": self.max_num_seqs, "max_num_batched_tokens": self.max_num_batched_tokens}
+        return {name: value for name, value in limits.items() if value is not None}
 
     @property
     def changes_rollouts(self) -> bool:
         """Whether engines draw in another way than vLLM's own, and responses come with a record."""
-        given = self.perturbation is not None or self.sampling_schedule is not None
-        return given or self.reproducible or self.has_side_records
+        has_own_draws = self.perturbation is not None or self.sampling_schedule is not None or self.reproducible
+        return has_own_draws or self.has_side_records
 
     @property
     def has_side_records(self) -> bool:
@@ -239,8 +248,13 @@ class RunConfig:
     @property
     def changes_rollout_policy(self) -> bool:
         """Whether the policy that rolls out may be another one than the trainer's by design, so that it is measured."""
-        given = self.perturbation, self.policy_noise, self.sampling_schedule, self.sampling.correction_warmup
-        return any(part is not None for part in given) or self.sampling.correct_mask
+        return (
+            self.perturbation is not None
+            or self.policy_noise is not None
+            or self.sampling_schedule is not None
+            or self.sampling.correction_warmup is not None
+            or self.sampling.correct_mask
+        )
 
     @property
     def conditions(self) -> tuple[str, ...]:
@@ -262,25 +276,30 @@ class RunConfig:
     @property
     def training_conditions(self) -> tuple[str, ...]:
         """:attr:`conditions`, with those of a training and of its hardware."""
-        cpu = self.profile.name == "cpu"
-        held = {
-            "cpu": cpu,
-            "any_adam": not cpu and not cuda.is_moved_by_deepspeed(Flags(self.openrlhf)),
-            stand_ins.WITHOUT_FLASH_ATTN: cpu or not stand_ins.has_flash_attn(),
+        on_cpu = self.profile.name == "cpu"
+        of_hardware = {
+            "cpu": on_cpu,
+            "any_adam": not on_cpu and not cuda.is_moved_by_deepspeed(Flags(self.openrlhf)),
+            stand_ins.WITHOUT_FLASH_ATTN: on_cpu or not stand_ins.has_flash_attn(),
         }
-        return (patches.TRAINING, *(name for name, holds in held.items() if holds), *self.conditions)
+        return (patches.TRAINING, *(name for name, holds in of_hardware.items() if holds), *self.conditions)
 
     def flags(self) -> dict[str, Any]:
         """The run as flags without dashes, as a file of ``--config`` has them; its folder and its log stay out."""
         lines: dict[str, Any] = {"perturbation": "none"}  # a replay buffer needs one, and none is one
         for name, spec in self.specs.items():
             root = KINDS[name].flag.removeprefix("--")
-            lines |= {f"{root}.{key}" if key != "name" else root: _value(value) for key, value in spec.items()}
-        lines |= {f"sampling.{name}": _value(value) for name, value in self.sampling.given().items()}
+            for key, value in spec.items():
+                lines[root if key == "name" else f"{root}.{key}"] = _value(value)
+        for name, value in self.sampling.given().items():
+            lines[f"sampling.{name}"] = _value(value)
         for flag, entry in SETTINGS.items():
-            if flag not in ("--run-dir", "--log-file") and (value := getattr(self, entry.name)) != entry.default:
+            value = getattr(self, entry.name)
+            if value != entry.default and flag not in ("--run-dir", "--log-file"):
                 lines[flag.removeprefix("--")] = _value(value)
-        return lines | {flag.name[2:]: shlex.join(flag.values) or True for flag in Flags(self.openrlhf)}
+        for openrlhf_flag in Flags(self.openrlhf):
+            lines[openrlhf_flag.name.removeprefix("--")] = shlex.join(openrlhf_flag.values) or True
+        return lines
 
     def write(self, path: Path) -> None:
         """Writes the file that repeats the run; a user's own class is included with its source."""
@@ -292,12 +311,12 @@ class RunConfig:
         write_text(path, f"# Repeats this run: ngrpo train --config {path.name}\n{text}")
 
     def __getstate__(self) -> dict[str, Any]:
-        """Pickled by its specs: any process makes the objects itself, those of a user's own class as well."""
+        """Pickles the specs and not the extensions: each process makes them itself, also of a user's own class."""
         return {entry.name: getattr(self, entry.name) for entry in dataclasses.fields(self)}
 
 
 def _value(value: object) -> Any:
-    """A value as a line of a file has it, where text is read as a shell reads it."""
+    """A value as a line of a run's file has it: text is quoted, because a file's text is read as a shell reads it."""
     if isinstance(value, bool) or value is None:
         return str(value).lower()
     return shlex.quote(value) if isinstance(value, str) else value

@@ -1,89 +1,121 @@
 # SPDX-License-Identifier: Apache-2.0
 """Warnings about a run that may start: what its flags do that a user would not expect."""
 
+import shlex
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from functools import partial
 
 from ngrpo.config import flag_checks, input_checks, stretches
+from ngrpo.config.complete_run import CompleteRun
 from ngrpo.config.features import ASYNC, CORRECTION, ESTIMATOR
-from ngrpo.config.input_checks import DATASETS, label_note
-from ngrpo.config.rules import machine_of
-from ngrpo.config.run import GROUP_BASELINES, RunConfig
-from ngrpo.machine.hardware import gpu_plan
+from ngrpo.config.run import GROUP_BASELINES
+from ngrpo.machine.hardware import gpu_plan, host_plan
 from ngrpo.machine.upstream import placement
 from ngrpo.machine.upstream.openrlhf_flags import SIZES, Flags
 from ngrpo.methods.scoring import reward_alarms, reward_files
 from perturbations.errors import UsageError
 
 
-def notes(flags: Flags, run: RunConfig) -> list[str]:
-    """All warnings about a run that may start, for complete flags."""
-    return [note for warnings in NOTES for note in warnings(flags, run)]
+def all_notes(complete: CompleteRun) -> list[str]:
+    """All warnings about a run that may start."""
+    return [note for warnings in NOTES for note in warnings(complete)]
 
 
-def label_notes(flags: Flags, run: RunConfig) -> Iterator[str]:
-    """Warnings about labels that only some rewards read, and a reward function without labels."""
-    given = Flags(run.openrlhf)
-    for looked in (*(partial(label_note, name, given) for name in DATASETS), partial(reward_files.label_note, flags)):
-        with suppress(UsageError):  # which a rule raises
-            if (note := looked()) is not None:
+def start_lines(complete: CompleteRun) -> list[str]:
+    """What a start says of every run: where it continues, what its checkpoints take, and the flags that ngrpo adds."""
+    lines = []
+    if complete.flags.has(flag_checks.LOAD):
+        lines.append(flag_checks.first_step(complete.flags))
+    lines.append(host_plan.about_checkpoints(complete.args))
+    added = complete.with_task_in_run_folder().flags.added
+    if added:
+        lines.append(f"added to OpenRLHF's flags: {shlex.join(added)}")
+    return lines
+
+
+def label_notes(complete: CompleteRun) -> Iterator[str]:
+    """Warnings about labels that only some rewards can read, and about a reward function without labels."""
+    by_user = Flags(complete.run.openrlhf)
+    for dataset in input_checks.DATASETS:
+        with suppress(UsageError):  # a rule reports it
+            note = input_checks.label_note(dataset, by_user)
+            if note is not None:
                 yield note
+    with suppress(UsageError):
+        note = reward_files.label_note(complete.flags)
+        if note is not None:
+            yield note
 
 
-def alarm_notes(flags: Flags, run: RunConfig) -> Iterator[str]:
-    """Warnings about files for rewards with signals, which raise outside of the main thread."""
-    for name in ("--reward.remote_url", "--train.agent_func_path"):
-        if (path := flags.value(name) or "").endswith(".py"):
-            yield from reward_alarms.alarm_notes(name, path)
+def alarm_notes(complete: CompleteRun) -> Iterator[str]:
+    """Warnings about files for rewards that set signals, which Python allows in a process's main thread only."""
+    for flag in ("--reward.remote_url", "--train.agent_func_path"):
+        path = complete.flags.value(flag) or ""
+        if path.endswith(".py"):
+            yield from reward_alarms.alarm_notes(flag, path)
 
 
-def flag_notes(flags: Flags, run: RunConfig) -> Iterator[str]:
+def flag_notes(complete: CompleteRun) -> Iterator[str]:
     """Warnings of the advantage, the sampling and the credit about flags, and about flags without an effect."""
-    for part in (run.advantage, run.sampling):
-        yield from part.notes(Flags(run.openrlhf)) if part is not None else ()
-    yield from run.credit.notes(flags) if run.credit is not None else ()
-    if not flags.value("--eval.dataset") and (steps := flags.value("--eval.steps") or "-1") != "-1":
-        yield f"--eval.steps {steps} has no effect without problems: give --eval.dataset FILE."
+    run, flags = complete.run, complete.flags
+    by_user = Flags(run.openrlhf)
+    if run.advantage is not None:
+        yield from run.advantage.notes(by_user)
+    yield from run.sampling.notes(by_user)
+    if run.credit is not None:
+        yield from run.credit.notes(flags)
+    eval_steps = flags.value("--eval.steps") or "-1"
+    if eval_steps != "-1" and not flags.value("--eval.dataset"):
+        yield f"--eval.steps {eval_steps} has no effect without problems: give --eval.dataset FILE."
     if run.reproducible and flags.has("--algo.dynamic_filtering_enable"):
-        why = "OpenRLHF requests more prompts in the order in which responses finish"
-        yield f"--reproducible does not repeat the rollouts with --algo.dynamic_filtering_enable: {why}."
+        yield (
+            "--reproducible does not repeat the rollouts with --algo.dynamic_filtering_enable: OpenRLHF requests more"
+            " prompts in the order in which responses finish."
+        )
 
 
-def batch_notes(flags: Flags, run: RunConfig) -> Iterator[str]:
+def batch_notes(complete: CompleteRun) -> Iterator[str]:
     """Warnings about responses of a step that fill no micro-batch, or no batch."""
-    prompts, responses, batch, epochs = (int(flags.or_default(name)) for name in SIZES)
-    dynamic, total, args = flags.has("--train.dynamic_batch_enable"), prompts * responses, flags.args
-    filled = args["train.micro_batch_size"] * placement.rank_groups(args)["actor"]
-    if lost := (0 if dynamic else total % filled):
-        untrained = f"{lost} of the {total} responses of a step fill no --train.micro_batch_size and are never trained."
-        yield f"{untrained} Have a multiple of {filled} responses, or add --train.dynamic_batch_enable."
-    trained = (total - lost) * (1 if dynamic else epochs)
+    flags, args = complete.flags, complete.args
+    prompts, responses, batch, epochs = (int(flags.or_default(size)) for size in SIZES)
+    dynamic = flags.has("--train.dynamic_batch_enable")
+    total = prompts * responses
+    micro_batches = args["train.micro_batch_size"] * placement.rank_groups(args)["actor"]  # over all ranks
+    lost = 0 if dynamic else total % micro_batches
+    if lost:
+        yield (
+            f"{lost} of the {total} responses of a step fill no --train.micro_batch_size and are never trained. Have a"
+            f" multiple of {micro_batches} responses, or add --train.dynamic_batch_enable."
+        )
+    trained = total if dynamic else (total - lost) * epochs
     if trained % batch:
-        rest = "what is left " + ("is never trained" if dynamic else "goes into the next step's first update")
-        yield f"--train.batch_size {batch} does not divide the {trained} responses that a step trains: {rest}."
+        fate = "is never trained" if dynamic else "goes into the next step's first update"
+        yield (
+            f"--train.batch_size {batch} does not divide the {trained} responses that a step trains: what is left"
+            f" {fate}."
+        )
 
 
-def gap_notes(flags: Flags, run: RunConfig) -> Iterator[str]:
-    """A warning about a run in which the gap does not measure the replay (`experience_maker.judge`)."""
-    if run.perturbation is not None and run.sampling_schedule is not None:
-        strict = ", and --perturbation.strict does nothing" if run.strict else ""
-        drawn = f"{run.sampling_schedule.name}: rollouts are drawn at other temperatures than the trainer's"
-        yield f"--sampling.schedule {drawn}, so their gap is logged and not judged{strict}."
+def gap_notes(complete: CompleteRun) -> Iterator[str]:
+    """A warning about a run in which the mismatch does not measure the replay (`experience_maker.judge`)."""
+    run = complete.run
+    if run.perturbation is None or run.sampling_schedule is None:
+        return
+    strict = ", and --perturbation.strict does nothing" if run.strict else ""
+    yield (
+        f"--sampling.schedule {run.sampling_schedule.name}: rollouts are drawn at other temperatures than the"
+        f" trainer's, so their gap is logged and not judged{strict}."
+    )
 
 
-def loss_notes(flags: Flags, run: RunConfig) -> Iterator[str]:
+def loss_notes(complete: CompleteRun) -> Iterator[str]:
     """Warnings about a perturbation's entry in the loss: a score with another mean than 0, an off-policy density."""
-    perturbation, unbalanced = run.perturbation, None
+    run, flags = complete.run, complete.flags
+    perturbation = run.perturbation
     if perturbation is None:
         return
     subject = f"--perturbation {perturbation.name}"
-    if run.advantage is not None:
-        unbalanced = None if run.advantage.sums_to_zero else f"--advantage {run.advantage.name}"
-    elif flags.or_default(ESTIMATOR) not in GROUP_BASELINES:
-        unbalanced = f"{ESTIMATOR} {flags.or_default(ESTIMATOR)}"
-    if run.credit is not None and not run.credit.keeps_sums:
-        unbalanced = f"--credit {run.credit.name}"
+    unbalanced = _unbalanced_advantages(complete)
     if unbalanced is not None and not perturbation.zero_mean_score:
         density = f" with --perturbation.density {perturbation.spec()['density']}" if perturbation.has_density else ""
         yield (
@@ -91,27 +123,39 @@ def loss_notes(flags: Flags, run: RunConfig) -> Iterator[str]:
             " in a group, which pushes the policy along that mean for any reward. docs/methods.md says which entries"
             " have mean 0, and which --perturbation.density is exact."
         )
-    stale = ASYNC if flags.has(ASYNC) else None
+    off_policy = ASYNC if flags.has(ASYNC) else None
     if run.policy_noise is not None:
-        stale = f"--policy_noise {run.policy_noise.name}"
-    if perturbation.has_density and stale is not None:
+        off_policy = f"--policy_noise {run.policy_noise.name}"
+    if perturbation.has_density and off_policy is not None:
         yield (
-            f"{stale} with the density of {subject}: the rollouts are of another policy than the one that is trained,"
-            f" and nothing corrects densities of draws. Use --perturbation.density token with {CORRECTION}."
+            f"{off_policy} with the density of {subject}: the rollouts are of another policy than the one that is"
+            " trained, and nothing corrects densities of draws. Use --perturbation.density token with"
+            f" {CORRECTION}."
         )
 
 
-NOTES: tuple[Callable[[Flags, RunConfig], Iterable[str]], ...] = (
+def _unbalanced_advantages(complete: CompleteRun) -> str | None:
+    """The flag after which advantages do not sum to zero in a group; None where they do."""
+    run, flags = complete.run, complete.flags
+    if run.credit is not None and not run.credit.keeps_sums:
+        return f"--credit {run.credit.name}"
+    if run.advantage is not None:
+        return None if run.advantage.sums_to_zero else f"--advantage {run.advantage.name}"
+    estimator = flags.or_default(ESTIMATOR)
+    return None if estimator in GROUP_BASELINES else f"{ESTIMATOR} {estimator}"
+
+
+NOTES: tuple[Callable[[CompleteRun], Iterable[str]], ...] = (
     flag_notes,
     label_notes,
     alarm_notes,
     batch_notes,
     gap_notes,
     loss_notes,
-    flag_checks.last_step_notes,
+    lambda complete: flag_checks.last_step_notes(complete.flags, complete.run),
     stretches.notes,
-    input_checks.template_notes,
-    input_checks.cut_notes,
-    lambda flags, run: gpu_plan.notes(flags.args, machine_of(run)),
-    lambda flags, run: run.profile.notes(flags),
+    lambda complete: input_checks.template_notes(complete.flags, complete.run),
+    lambda complete: input_checks.cut_notes(complete.flags, complete.run),
+    lambda complete: gpu_plan.notes(complete.args, complete.machine),
+    lambda complete: complete.run.profile.notes(complete.flags),
 )

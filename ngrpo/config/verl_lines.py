@@ -4,6 +4,7 @@
 from collections.abc import Mapping
 
 from ngrpo.config import compatibility, kinds
+from ngrpo.config.complete_run import CompleteRun
 from ngrpo.config.features import ESTIMATOR, KL, LOSS, Combination
 from ngrpo.config.run import SETTINGS, RunConfig
 from ngrpo.machine.models import conversation
@@ -40,12 +41,14 @@ _OF_EACH_TRAINER = ("--ckpt.", "--logger.")
 _UNTRANSLATED_SETTINGS = ("reproducible", "eval_at_start", "report_groups", "task")
 
 
-def of_run(run: RunConfig, flags: Flags) -> tuple[list[str], list[str]]:
-    """The overrides of a run with complete flags of OpenRLHF, its defaults included, and the flags without an override.
+def of_run(complete: CompleteRun) -> tuple[list[str], list[str]]:
+    """The overrides of a run with the flags of its algorithm's layers, and the flags without an override.
 
     Raises:
         UsageError: for methods, estimators and losses that verl lacks, and for flags that would change our advantage.
     """
+    run = complete.run
+    flags = complete.flags
     _check_methods(run)
     overrides: dict[str, object] = {key: flags.value(flag) for flag, key in _SAME.items() if flags.has(flag)}
     for name, value in run.engine_limits.items():

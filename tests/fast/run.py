@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import yaml
 
-from ngrpo.config import compatibility, rules, run
+from ngrpo.config import compatibility, complete_run, run
+from ngrpo.config.complete_run import CompleteRun
 from ngrpo.config.features import Combination
 from ngrpo.config.kinds import KINDS
 from ngrpo.config.run import RunConfig, Sampling
@@ -35,13 +36,14 @@ def run_with(monkeypatch: pytest.MonkeyPatch, **values: Any) -> None:
 
 def clip_range(words: str, advantage: Mapping[str, Any], **parts: Any) -> Any:
     """The clip of advantages that a run adds to OpenRLHF's flags; None for OpenRLHF's own, 10."""
-    flags = rules.of_preset(Flags(words.split()), run_of(advantage=advantage, **parts))
-    return flags.get("--reward.clip_range")
+    run = run_of(advantage=advantage, **parts)
+    defaults = complete_run.of_preset(CompleteRun(run=run, flags=Flags(words.split())))
+    return defaults.get("--reward.clip_range")
 
 
 def check_flags(words: Sequence[str], asked: RunConfig) -> None:
     """The rules on OpenRLHF's flags as they are given, and as the methods complete them."""
-    rules.completed(replace(asked, openrlhf=tuple(words)))
+    complete_run.make_algorithm(replace(asked, openrlhf=tuple(words)))
 
 
 def check_pairs(words: Sequence[str], asked: RunConfig, **known: Any) -> None:

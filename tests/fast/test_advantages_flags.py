@@ -4,7 +4,8 @@
 import pytest
 import torch
 
-from ngrpo.config import parse, rules, run
+from ngrpo.config import complete_run, parse, run
+from ngrpo.config.complete_run import CompleteRun
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.methods.advantages import compute, create
 from perturbations.errors import UsageError
@@ -13,8 +14,8 @@ from perturbations.errors import UsageError
 def added(line: str) -> str:
     """The flags that a command line gets, each with a blank after it."""
     command = parse.run_config(line.split())
-    flags = Flags(command.openrlhf)
-    return "".join(f"{word} " for word in flags.with_defaults(rules.of_preset(flags, command)).added)
+    complete = CompleteRun(run=command, flags=Flags(command.openrlhf))
+    return "".join(f"{word} " for word in complete.with_layers(complete_run.of_preset).flags.added)
 
 
 class TestPresets:

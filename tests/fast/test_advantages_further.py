@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ngrpo.config import rules
+from ngrpo.config import complete_run
+from ngrpo.config.complete_run import CompleteRun
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.methods import advantages
 from ngrpo.methods.advantages.base import normalised
@@ -275,6 +276,7 @@ def test_a_step_takes_off_the_value_before_it_and_goes_on_after_a_resume() -> No
 def test_openrlhf_s_estimator_needs_no_group_and_leaves_spo_s_numbers_alone() -> None:
     """It does not normalize them again, and clips beyond √128, the most of 128 responses."""
     run = run_of(preset="grpo", advantage={"name": "spo"})
-    given = Flags(["--rollout.n_samples_per_prompt", "1", "--rollout.batch_size", "128"])
-    flags = rules.of_preset(given, run)
-    assert (flags["--algo.advantage.estimator"], flags["--reward.clip_range"]) == ("flash_reinforce", ("-12", "12"))
+    flags = Flags(["--rollout.n_samples_per_prompt", "1", "--rollout.batch_size", "128"])
+    defaults = complete_run.of_preset(CompleteRun(run=run, flags=flags))
+    assert defaults["--algo.advantage.estimator"] == "flash_reinforce"
+    assert defaults["--reward.clip_range"] == ("-12", "12")

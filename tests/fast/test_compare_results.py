@@ -171,7 +171,7 @@ def test_finished_runs_are_looked_at_again_before_each_run(
 
     monkeypatch.setattr(runs, "execute", execute)
     with pytest.raises(UsageError, match=r"1 finished runs in .* other content of the files .*: none-seed0"):
-        command._work(made, folder, [], lambda line: None)
+        command._compare(made, folder, [], lambda line: None)
     assert executed == ["none-seed0"] and (folder.run_folder(made.runs()[0]) / "summary.json").is_file()
 
 

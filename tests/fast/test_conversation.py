@@ -9,7 +9,7 @@ import pytest
 
 from ngrpo.commands import eval as eval_command
 from ngrpo.commands.command_parser import problems_of
-from ngrpo.config import input_checks, rules, verl_lines
+from ngrpo.config import complete_run, input_checks, verl_lines
 from ngrpo.machine.models import sandbox
 from ngrpo.machine.models.conversation import rendered
 from ngrpo.machine.upstream.openrlhf_flags import Flags
@@ -183,7 +183,7 @@ def test_one_flag_for_all_sides() -> None:
     templates = [Flags(eval_argv(own, "m", Path("out"), arm)).value(flag[0]) for arm in own.arms]
     assert templates == ["enable_thinking=false", "enable_thinking=true"]
     assert Flags(own.diagnosis or ()).value("--strategy") == "none" and own.diagnosis == plan.diagnosis
-    lines, _ = verl_lines.of_run(run, rules.completed(run))
+    lines, _ = verl_lines.of_run(complete_run.make_algorithm(run))
     assert "+data.apply_chat_template_kwargs.enable_thinking=false" in lines
 
 

@@ -55,6 +55,6 @@ def test_the_strength_follows_the_steps_and_measures_are_of_the_rollout(monkeypa
 def test_a_schedule_s_own_weights_can_grow() -> None:
     words = ["--model", "m", "--task", "arithmetic", "--sampling.schedule", "ladder"]
     run = parse.run_config([*words, "--sampling.correction_warmup", "50"])
-    assert rules.checked(run).value("--algo.advantage.is_correction_level") == "token"
+    assert rules.checked(run).flags.value("--algo.advantage.is_correction_level") == "token"
     assert "correction_warmup" in run.conditions
     assert run.flags()["sampling.correction_warmup"] == 50

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ngrpo.config import run_notes
+from ngrpo.config.complete_run import CompleteRun
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.methods import credits
 from ngrpo.methods.credits.base import StepTokens
@@ -223,8 +224,11 @@ def test_a_credit_that_answers_in_another_shape(method: str, monkeypatch: pytest
 def test_a_start_says_that_kl_cov_needs_several_updates(words: str, said: bool) -> None:
     """The gradient of |log π − log π_old| is exactly 0 where both are equal."""
     flags = Flags(words.split())
-    notes = [note for note in run_notes.flag_notes(flags, run_of(credit={"name": "kl_cov"})) if "kl_cov" in note]
-    assert [note.partition(":")[0] for note in notes] == [
-        "--credit kl_cov has no effect with one update a rollout"
-    ] * said
-    assert not [note for note in run_notes.flag_notes(flags, run_of(credit={"name": "lp_reg"})) if "lp_reg" in note]
+
+    def notes(credit: str) -> list[str]:
+        complete = CompleteRun(run=run_of(credit={"name": credit}), flags=flags)
+        return [note for note in run_notes.flag_notes(complete) if credit in note]
+
+    expected = ["--credit kl_cov has no effect with one update a rollout"] if said else []
+    assert [note.partition(":")[0] for note in notes("kl_cov")] == expected
+    assert not notes("lp_reg")

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from ngrpo.config import rules, run_notes
+from ngrpo.config import run_notes
+from ngrpo.config.complete_run import CompleteRun
 from ngrpo.machine.hardware import cuda, profile_for
 from ngrpo.machine.upstream import placement
 from ngrpo.machine.upstream.openrlhf_flags import Flags
@@ -91,7 +92,8 @@ def test_without_a_toolkit_pytorchs_adam_takes_the_place(bare: Path, monkeypatch
     words = ["--reward.remote_url", "r.py", "--algo.advantage.estimator", "group_norm"]
     words += ["--rollout.n_samples_per_prompt", "4", "--actor.model_name_or_path", "Qwen/Qwen3-0.6B"]
     run = run_of(openrlhf=tuple(words), hardware="cuda", machine=placement.planned("1x80", "--dry-run"))
-    assert told in run_notes.notes(rules.with_hardware(Flags(words), run), run), "a start and a dry run print it"
+    complete = CompleteRun(run=run, flags=Flags(words)).on_machine()
+    assert told in run_notes.all_notes(complete), "a start and a dry run print it"
 
 
 @pytest.mark.parametrize("place", ["CUDA_HOME", "CUDA_PATH", "PATH", "usr-local-cuda"])

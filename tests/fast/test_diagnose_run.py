@@ -112,7 +112,7 @@ def test_a_comparison_that_continues_diagnoses_what_is_new(
 
     def rows(*words: str) -> list[str]:
         asked = ("--eval.data", "none", "--diagnose.prompts", "2", "--diagnose.group", "2", *words)
-        compare._before(plan(*asked), folder, "model")
+        compare._before_training(plan(*asked), folder, "model")
         return [row["name"] for row in folder.read("diagnosis/diagnosis.json")["strategies"]]
 
     monkeypatch.setattr(runs, "command", diagnose)

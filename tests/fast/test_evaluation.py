@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 import pytest
 
 from ngrpo.config import flag_checks, parse, run_notes
+from ngrpo.config.complete_run import CompleteRun
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.trainers.openrlhf.samples_generator import samples_generator
 from ngrpo.trainers.openrlhf.trainer import trainer
@@ -101,6 +102,6 @@ def test_the_flag() -> None:
     assert not parse.run_config(["--eval.at_start", "false"]).eval_at_start
     with pytest.raises(UsageError, match="needs problems"):
         flag_checks.check_evaluated(Flags(), command)
-    notes = [*run_notes.flag_notes(Flags(["--eval.steps", "4"]), parse.run_config([]))]
+    notes = [*run_notes.flag_notes(CompleteRun(run=parse.run_config([]), flags=Flags(["--eval.steps", "4"])))]
     assert any(note.startswith("--eval.steps 4 has no effect") for note in notes)
     flag_checks.check_evaluated(Flags(["--eval.dataset", "e.jsonl"]), command)

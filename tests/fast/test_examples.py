@@ -76,7 +76,7 @@ def test_the_comparison_of_all_methods_has_all_of_them(tmp_path: Path) -> None:
         assert kept.kind in ("gate", "replay buffer") or not missing, missing
     for run in plan.runs()[: len(plan.arms)]:
         asked = dataclasses.replace(run_config(plan, run, tmp_path), hardware="cpu")
-        assert rules.checked(asked).has("--algo.kl.init_coef")
+        assert rules.checked(asked).flags.has("--algo.kl.init_coef")
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -84,7 +84,7 @@ def test_the_comparison_of_all_methods_has_all_of_them(tmp_path: Path) -> None:
 def test_each_method_is_a_run_that_is_accepted(name: str) -> None:
     """Nothing loads or starts."""
     parsed = parse.run_config([*completed(words_of(f"methods/{name}")), "--hardware", "cpu"])
-    assert rules.checked(parsed).has("--algo.advantage.estimator")
+    assert rules.checked(parsed).flags.has("--algo.advantage.estimator")
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

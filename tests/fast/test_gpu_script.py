@@ -14,7 +14,8 @@ import pytest
 
 from benchmarks.gpu import decode_steps, exactness, first_step, models, run, throughput, trainer_step, training
 from benchmarks.gpu.stages import Stage, stages
-from ngrpo.config import parse, rules
+from ngrpo.config import parse
+from ngrpo.config.complete_run import CompleteRun
 from ngrpo.machine.upstream import placement
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from perturbations.errors import UsageError
@@ -213,7 +214,8 @@ def test_the_first_steps_have_the_plan_of_a_training_on_a_gpu() -> None:
         asked = parse.run_config(first_step.words(dict(one.arguments), model))
         for gigabytes in (24, 80):
             on_a_gpu = replace(asked, machine=placement.Machine((1,), gigabytes * 1e9, "made up"))
-            args = rules.with_hardware(Flags(asked.openrlhf).without_false(), on_a_gpu).args
+            flags = Flags(asked.openrlhf).without_false()
+            args = CompleteRun(run=on_a_gpu, flags=flags).on_machine().args
             assert args["ds.adam_offload"] == one.arguments["offload"]
             assert args["ds.enable_sleep"] and args["ds.zero_stage"] == 2 and args["ds.param_dtype"] == "bf16"
 

@@ -13,6 +13,7 @@ import pytest
 
 from ngrpo import cli, patches
 from ngrpo.config import rules, run
+from ngrpo.config.complete_run import CompleteRun
 from ngrpo.config.run import RunConfig
 from ngrpo.machine.hardware import profile_for, stand_ins
 from ngrpo.machine.upstream.openrlhf_flags import Flags, actions
@@ -94,9 +95,9 @@ PLACED += tuple(word for role in ("actor", "ref", "critic", "reward") for word i
 
 def start(run: RunConfig) -> None:
     """Starts a run as far as its hardware is concerned."""
-    flags = rules.with_hardware(Flags(run.openrlhf), run)
-    rules.check_hardware(flags, run)
-    launch.launch(replace(run, openrlhf=tuple(flags.argv)))
+    complete = CompleteRun(run=run, flags=Flags(run.openrlhf)).on_machine()
+    rules.check_hardware(complete)
+    launch.launch(replace(run, openrlhf=tuple(complete.flags.argv)))
 
 
 @pytest.fixture

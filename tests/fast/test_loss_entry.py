@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from ngrpo.config.complete_run import CompleteRun
 from ngrpo.config.run import RunConfig
 from ngrpo.config.run_notes import loss_notes
 from ngrpo.machine.upstream.openrlhf_flags import Flags
@@ -74,7 +75,7 @@ def test_a_score_with_a_mean_and_advantages_with_a_sum_are_warned_of(
     perturbation: Perturbation, words: list[str], parts: dict, named: str | None
 ) -> None:
     run = settings(perturbation, **parts)
-    found = [*loss_notes(Flags([*MODEL, *words]), run)]
+    found = [*loss_notes(CompleteRun(run=run, flags=Flags([*MODEL, *words])))]
     assert len(found) == (named is not None)
     for note in found:
         assert note.startswith(f"--perturbation {run.spec['name']}")

@@ -17,7 +17,7 @@ import pytest
 
 from ngrpo import cli
 from ngrpo.commands import doctor
-from ngrpo.config import flag_checks, parse, rules
+from ngrpo.config import complete_run, flag_checks, parse, rules
 from ngrpo.config.run import RunConfig
 from ngrpo.machine.hardware import gpu_plan
 from ngrpo.machine.upstream import placement
@@ -39,7 +39,8 @@ def no_cluster(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def completed(more: str, shape: str = "8x80", sizes: str = SIZES + MODEL) -> Flags:
     """All flags of a run on a machine, after every rule before its start."""
     run = parse.run_config(f"{BASE}{sizes} {more}".split())
-    return rules.checked(dataclasses.replace(run, machine=placement.planned(shape, "--dry-run"), run_dir="runs/x"))
+    planned = dataclasses.replace(run, machine=placement.planned(shape, "--dry-run"), run_dir="runs/x")
+    return rules.checked(planned).flags
 
 
 def refusal(more: str, shape: str = "8x80", sizes: str = SIZES + MODEL) -> str:
@@ -167,7 +168,8 @@ class TestRows:
         words = f"--data.prompt_dataset {file} --reward.remote_url http://r {more}"
         base = BASE.replace("--task arithmetic ", "")
         run = parse.run_config(f"{base}{SIZES}{MODEL} --data.label_key label {words}".split())
-        return rules.resolve_flags(dataclasses.replace(run, machine=placement.planned("8x80", "-"), run_dir="runs/x"))
+        planned = dataclasses.replace(run, machine=placement.planned("8x80", "-"), run_dir="runs/x")
+        return complete_run.make(planned).flags
 
     def test_rows_of_a_last_step_that_would_hang_are_left_out_and_said(self, tmp_path: Path) -> None:
         """43 = 2 × 16 + 11: 44 answers go out as 7 × 6 + 2; of 10, 40 answers are 8 × 5."""
@@ -342,4 +344,4 @@ def test_a_driver_without_gpus_joins_a_cluster_that_has_them(monkeypatch: pytest
         assert RunConfig().profile.name == "cuda"
         there = placement.here()
         assert there is not None and there.per_node == (8,) and there.cpus == 16 and "H100" in there.source
-        assert placed(rules.checked(run)) == (1, 8, 8, 1, 0.6, 2, False)
+        assert placed(rules.checked(run).flags) == (1, 8, 8, 1, 0.6, 2, False)

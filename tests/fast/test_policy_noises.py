@@ -227,7 +227,7 @@ def test_gspo_has_no_weights_of_tokens() -> None:
 
     def complete(*words: str) -> Flags:
         line = ["--model", "m", "--task", "arithmetic", "--rollout.n_samples_per_prompt", "4", "--policy_noise", "psn"]
-        return rules.checked(parse.run_config([*line, *words]))
+        return rules.checked(parse.run_config([*line, *words])).flags
 
     assert complete("--preset", "grpo").value("--algo.advantage.is_correction_level") == "token"
     for words in (["--preset", "gspo"], ["--actor.policy_loss_type", "gspo"]):

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ngrpo.config import input_checks, rules
+from ngrpo.config.complete_run import CompleteRun
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.methods import policy_noises
 from ngrpo.trainers.openrlhf.model_actors import policy_model_actor
@@ -93,9 +94,9 @@ def test_a_start_and_a_dry_run_refuse_the_model(tmp_path: Path) -> None:
     model = str(tmp_path)
     words = ["--reward.remote_url", "r.py", "--algo.advantage.estimator", "group_norm"]
     words += ["--rollout.n_samples_per_prompt", "4", "--actor.model_name_or_path", model]
-    flags, run = Flags(words), run_of(policy_noise=AQN)
-    of_dry_run = dict(rules.outcomes(flags, run))[f"the options fit the model {model}"]
-    for check in (partial(rules.check, "model", flags, run), of_dry_run):
+    complete = CompleteRun(run=run_of(policy_noise=AQN), flags=Flags(words))
+    of_dry_run = dict(rules.outcomes(complete))[f"the options fit the model {model}"]
+    for check in (partial(rules.check, "model", complete), of_dry_run):
         with pytest.raises(UsageError, match="--policy_noise aqn: the model's parameters"):
             check()
     assert input_checks.check_model(model, None) is None

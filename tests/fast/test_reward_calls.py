@@ -160,13 +160,14 @@ def test_a_file_beside_it_is_read_too(tmp_path: Path) -> None:
 
 def test_they_are_said_at_the_start(tmp_path: Path) -> None:
     """Of training, of an agent's file too, and of evaluation."""
+    from ngrpo.config.complete_run import CompleteRun
     from ngrpo.config.run_notes import alarm_notes as notes_of_run
     from ngrpo.machine.upstream.openrlhf_flags import Flags
 
     file, data, said = tmp_path / "reward.py", tmp_path / "data.jsonl", list[Any]()
     file.write_text(MATH_VERIFY)
     for flag in ("--reward.remote_url", "--train.agent_func_path"):
-        notes = list(notes_of_run(Flags([flag, str(file)]), run_of()))
+        notes = list(notes_of_run(CompleteRun(run=run_of(), flags=Flags([flag, str(file)]))))
         assert len(notes) == 3 and notes[0].startswith(f"{flag} {file}: line 5: math_verify.parse sets")
         assert notes[0].endswith("Write parse(..., parsing_timeout=None).")
         assert notes[2].endswith("Write verify(..., timeout_seconds=None).")

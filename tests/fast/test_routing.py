@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from benchmarks.models.tiny import random_model
 from ngrpo.config import parse, rules
+from ngrpo.config.complete_run import CompleteRun
 from ngrpo.machine.models import experts
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.rollout.settings import check_engine, read
@@ -284,7 +285,7 @@ def test_more_chosen_experts_than_there_are(values: dict[str, Any], said: str | 
         experts.check(path, replayed=False)
     flags = Flags(["--actor.model_name_or_path", str(tmp_path)])
     with pytest.raises(UsageError, match=said):
-        rules.check_support(flags, run_of())
+        rules.check_support(CompleteRun(run=run_of(), flags=flags))
 
 
 def test_a_dense_model_is_refused(smollm2: str) -> None:

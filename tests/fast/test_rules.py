@@ -14,7 +14,8 @@ import pytest
 from pyarrow import parquet
 
 from ngrpo import cli
-from ngrpo.config import input_checks, rules
+from ngrpo.config import complete_run, input_checks, rules
+from ngrpo.config.complete_run import CompleteRun
 from ngrpo.config.input_checks import check_files
 from ngrpo.machine.upstream import placement, versions
 from ngrpo.machine.upstream.openrlhf_flags import Flags
@@ -169,7 +170,7 @@ def test_rewards_that_are_none(words: str, said: str) -> None:
     with pytest.raises(UsageError, match=said):
         check_rewards(*words.split())
     with pytest.raises(UsageError, match="no reward: give --task"):
-        rules.check_parsed(Flags(["--data.prompt_dataset", "x"]))
+        rules.check_parsed(CompleteRun(run=run_of(), flags=Flags(["--data.prompt_dataset", "x"])))
 
 
 @pytest.mark.parametrize(
@@ -235,9 +236,11 @@ def test_a_start_tries_its_reward_server_and_a_plan_does_not(tmp_path: Path) -> 
     file.write_text('{"input": "x", "label": "y"}\n')
     words = ["--data.prompt_dataset", str(file), "--reward.remote_url", "http://127.0.0.1:9"]
     with pytest.raises(UsageError, match=r"http://127\.0\.0\.1:9: no reward server answers there"):
-        rules.check_data(Flags(words), run_of())
+        rules.check_data(CompleteRun(run=run_of(), flags=Flags(words)))
     planned = dataclasses.replace(run_of(), machine=placement.planned("8x80", "-"))
-    assert "not checked: whether a reward server runs" in (rules.check_data(Flags(words), planned) or "")
+    assert "not checked: whether a reward server runs" in (
+        rules.check_data(CompleteRun(run=planned, flags=Flags(words))) or ""
+    )
 
 
 def test_a_refused_run_prepares_and_writes_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -248,6 +251,6 @@ def test_a_refused_run_prepares_and_writes_nothing(monkeypatch: pytest.MonkeyPat
     words += " --rollout.batch_size 8 --train.batch_size 32 --perturbation soft"
     assert cli.main([*words.split(), "--perturbation.protect", "99999999"]) == 2
     assert not any(tmp_path.iterdir())
-    monkeypatch.setattr(rules, "prepared", lambda task: pytest.fail("its files are prepared"))
+    monkeypatch.setattr(complete_run, "prepare_task", lambda task: pytest.fail("its files are prepared"))
     assert cli.main([*words.split(), "--ds.param_dtype", "fp16"]) == 2
     assert not any(tmp_path.iterdir())

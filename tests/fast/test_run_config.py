@@ -76,7 +76,7 @@ def test_a_run_is_the_same_through_its_file_and_its_text(name: str) -> None:
     assert replace(again, openrlhf=run.openrlhf) == run
     assert again.flags() == run.flags()
     text = pickle.loads(pickle.dumps(run))
-    assert text == run and "_made" not in vars(text)
+    assert text == run and "_extensions" not in vars(text)
     for kind in run.specs:
         assert text.part(kind).spec() == again.part(kind).spec() == run.specs[kind]
 

@@ -168,6 +168,6 @@ def test_settings_that_go_with_the_model() -> None:
     assert asked == ["shortcut", "12", "8"]
     assert Flags(plan.diagnosis).value("--max-tokens") == "12"
     complete = rules.checked(run_config(["--model", "sandbox", "--task", "shortcut", "--hardware", "cpu"]))
-    assert complete.value("--actor.adam.lr") == "6e-4" and "--actor.adam.lr" in complete.added
+    assert complete.flags.value("--actor.adam.lr") == "6e-4" and "--actor.adam.lr" in complete.flags.added
     other = rules.checked(run_config(["--model", "smollm2-135m", "--task", "shortcut", "--hardware", "cpu"]))
-    assert not other.has("--actor.adam.lr")
+    assert not other.flags.has("--actor.adam.lr")

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from ngrpo.config import complete_run
 from ngrpo.config.parse import run_config
-from ngrpo.config.rules import resolve_flags
 from ngrpo.methods import advantages, second_rounds
 from ngrpo.trainers.common import sample_records
 from ngrpo.trainers.common.policy_loss import TwoRoundsLoss, behavior
@@ -147,10 +147,13 @@ MODEL = ["--model", "smollm2-135m", "--task", "arithmetic", "--rollout.n_samples
 
 def test_there_is_no_kl_term_unless_it_is_asked_for() -> None:
     words = [*MODEL, "--second_round", "lope", "--advantage", "group_norm"]
-    assert resolve_flags(run_config(words)).value("--algo.kl.init_coef") == "0"
-    assert resolve_flags(run_config([*words, "--algo.kl.init_coef", "0.01"])).value("--algo.kl.init_coef") == "0.01"
+    assert complete_run.make(run_config(words)).flags.value("--algo.kl.init_coef") == "0"
+    assert (
+        complete_run.make(run_config([*words, "--algo.kl.init_coef", "0.01"])).flags.value("--algo.kl.init_coef")
+        == "0.01"
+    )
     kept = run_config([*MODEL, "--second_round", "repeat", "--second_round.group", "kept"])
-    assert resolve_flags(kept) and "second_round" in kept.conditions
+    assert complete_run.make(kept) and "second_round" in kept.conditions
 
 
 @pytest.mark.parametrize(
@@ -166,7 +169,7 @@ def test_there_is_no_kl_term_unless_it_is_asked_for() -> None:
 )
 def test_what_refinements_go_with(words: str) -> None:
     run = run_config([*MODEL, "--second_round", "igrpo", "--rollout.max_new_tokens", "64", *words.split()])
-    assert resolve_flags(run).value("--algo.kl.init_coef") != "0"
+    assert complete_run.make(run).flags.value("--algo.kl.init_coef") != "0"
 
 
 @pytest.mark.parametrize(
@@ -191,4 +194,4 @@ def test_what_refinements_go_with(words: str) -> None:
 )
 def test_what_is_refused(words: str, told: str) -> None:
     with pytest.raises(UsageError, match=told):
-        resolve_flags(run_config([*MODEL, "--second_round", *words.split()]))
+        complete_run.make(run_config([*MODEL, "--second_round", *words.split()]))

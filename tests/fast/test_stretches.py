@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from ngrpo.config import stretches
+from ngrpo.config.complete_run import CompleteRun
 from ngrpo.config.run import FILE, RunConfig
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.workbench.report import summary, write_report
@@ -41,7 +42,9 @@ def start(folder: Path, *more: str, spec: Any = NEIGHBOR, **values: Any) -> tupl
     """The stretches of a start, which it leaves in the folder, and its warnings."""
     flags = Flags(words(folder, *more))
     run = run_of(perturbation=spec, openrlhf=tuple(flags.argv), run_dir=str(folder), **values)
-    found, told = stretches.of_start(flags, run), [*stretches.notes(flags, run)]
+    complete = CompleteRun(run=run, flags=flags)
+    found = stretches.of_start(complete)
+    told = [*stretches.notes(complete)]
     stretches.write(folder, found)
     return found, told
 
@@ -149,7 +152,7 @@ def test_checkpoints_of_another_folder_have_its_settings(folder: Path, tmp_path:
     other = tmp_path / "new"
     flags = Flags(words(folder, RESUMED, "--train.seed", "7"))
     run = run_of(perturbation=NEIGHBOR, openrlhf=tuple(flags.argv), run_dir=str(other))
-    assert "train.seed not given → 7" in next(iter(stretches.notes(flags, run)))
+    assert "train.seed not given → 7" in next(iter(stretches.notes(CompleteRun(run=run, flags=flags))))
 
 
 def test_summary_and_report_have_the_settings_of_each_stretch(folder: Path) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from ngrpo import cli
 from ngrpo.config import flag_checks
+from ngrpo.config.complete_run import CompleteRun
 from ngrpo.config.input_checks import check_files
 from ngrpo.config.run_notes import label_notes
 from ngrpo.machine.upstream.openrlhf_flags import Flags, defaults
@@ -160,7 +161,8 @@ def test_tools_reach_no_prompt(tmp_path: Path) -> None:
 
 def labels(flags: Flags) -> list[str]:
     """The warnings about labels of a run with these flags."""
-    return [note for note in label_notes(flags, run_of(openrlhf=tuple(flags.argv))) if "the label" in note]
+    complete = CompleteRun(run=run_of(openrlhf=tuple(flags.argv)), flags=flags)
+    return [note for note in label_notes(complete) if "the label" in note]
 
 
 def test_labels_that_only_some_rewards_can_read_are_said(tmp_path: Path) -> None:

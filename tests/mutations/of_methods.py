@@ -88,8 +88,8 @@ MUTATIONS = {
     ("ngrpo/trainers/openrlhf/model_actors.py", _FURTHER): [
         ("rows[samples == sample] + 1", "rows[samples == sample]", "rep_exp: the states that chose the tokens"),
     ],
-    ("ngrpo/config/rules.py", _OBJECTIVES): [
-        ("if bound > 10 else", "if bound > 0 else", "a clip narrower than OpenRLHF's own"),
+    ("ngrpo/config/complete_run.py", _OBJECTIVES): [
+        ("if bound <= 10:", "if bound <= 0:", "a clip narrower than OpenRLHF's own"),
     ],
     ("ngrpo/methods/credits/token_credits.py", _IN_LOSS): [
         ("entropies > quantiles", "entropies < quantiles", "simko: where the policy is sure"),
@@ -155,7 +155,7 @@ MUTATIONS = {
         ("self.logits * self.temperature.unsqueeze(-1)", "self.logits", "the entropy is that at the temperature asked"),
     ],
     ("ngrpo/config/features.py", "test_sampled_text.py"): [
-        ("or made.samples_text:", "or True:", "weights of tokens that were not drawn from the policy"),
+        ("or perturbation.samples_text:", "or True:", "weights of tokens that were not drawn from the policy"),
     ],
     ("perturbations/testing/proposal.py", "test_sampled_text.py"): [
         ("not perturbation.samples_text or", "True or", "a text that is not sampled passes for one that is"),

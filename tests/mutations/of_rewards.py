@@ -47,7 +47,11 @@ MUTATIONS = {
         ("prompts * responses * epochs > batch", "prompts * responses * epochs >= batch", "kl_cov: one update passes"),
     ],
     ("ngrpo/config/features.py", "test_second_rounds_training.py"): [
-        ('lambda made: made.needs == "values")', "lambda made: False)", "spo: values of a second round's responses"),
+        (
+            'lambda advantage: advantage.needs == "values")',
+            "lambda advantage: False)",
+            "spo: values of a second round's responses",
+        ),
     ],
     ("ngrpo/workbench/statistics.py", "test_significance.py"): [
         ("if not np.isfinite(table).all():", "if False:", "a difference of NaN is real"),

@@ -20,23 +20,27 @@ MUTATIONS = {
             "files: a boolean that a later one replaced",
         ),
         (
-            "of_it -= SETTINGS.keys() | ALIASES.keys()",
-            "of_it -= SETTINGS.keys()",
+            "options -= SETTINGS.keys() | ALIASES.keys()",
+            "options -= SETTINGS.keys()",
             "files: another perturbation, reproducible",
         ),
-        ("        names |= set(_MODEL)\n", "        pass\n", "files: the model twice"),
+        ("        replaced |= {_MODEL, _ACTOR}\n", "        pass\n", "files: the model twice"),
     ],
     ("ngrpo/config/parse.py", _LIMITS): [
         ("if responses > tokens:", "if responses >= tokens:", "limits: as many tokens as responses"),
     ],
     ("ngrpo/config/arms.py", "test_arms.py"): [
         (
-            'key=lambda name: name.count("."))',
-            'key=lambda name: -name.count("."))',
+            'key=lambda option: option.count("."))',
+            'key=lambda option: -option.count("."))',
             "arms: a gate's option before the gate",
         ),
-        ("        fits = key not in arm.settings\n", "        fits = True\n", "arms: a sweep over an arm's own value"),
-        ('limits["low"] != limits.get("high"))', "True)", "arms: an option that allows one value is swept"),
+        ("if option in arm.options or not", "if not", "arms: a sweep over an arm's own value"),
+        (
+            'lowest is None or lowest != entry.metadata.get("high")',
+            "True",
+            "arms: an option that allows one value is swept",
+        ),
         (
             "(other.spec, other.training) == (spec, arm.training)",
             "other.spec == spec",

@@ -46,7 +46,7 @@ MUTATIONS = {
         ),
     ],
     ("ngrpo/config/features.py", "test_loss_entry.py"): [
-        ("made.score_only and not made.draws_token", "False", "a KL term without a token"),
+        ("perturbation.score_only and not perturbation.draws_token", "False", "a KL term without a token"),
     ],
     ("perturbations/parameters.py", "test_loss_entry.py"): [
         ('in ("head", "both")', 'in ("head",)', "freezing both leaves the head out"),

@@ -34,8 +34,8 @@ def check(rows: Iterable[Row], combination: Combination) -> None:
     """Raises ``UsageError`` with a line for each row of which ``combination`` has both features."""
     problems = []
     for row in rows:
-        what = row.what.given(combination)
-        conflict = row.conflicts_with.given(combination)
+        what = row.what.shown(combination)
+        conflict = row.conflicts_with.shown(combination)
         if what and conflict:
             problems.append(f"{what} cannot be used with {conflict}: {row.why}. Fix: {row.fix}.")
     if problems:

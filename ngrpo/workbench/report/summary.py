@@ -4,11 +4,10 @@
 import dataclasses
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ngrpo.config import parse, rules, stretches
+from ngrpo.config import complete_run, parse, stretches
 from ngrpo.config.flag_checks import LOAD
 from ngrpo.config.kinds import run_level_kinds
 from ngrpo.config.run import FILE, RunConfig
@@ -150,10 +149,10 @@ def write_again(folder: Path) -> None:
     with ResultFolder.opened(folder):
         words = parse.with_files([parse.CONFIG_FILE, str(folder / FILE), "--run-dir", str(folder)])
         from_file = parse.run_config(words)
-        flags = rules.completed(from_file)
-        run = replace(from_file, openrlhf=tuple(flags.argv), hardware=from_file.profile.name)
+        complete = complete_run.make_algorithm(from_file)
+        run = complete.to_run()
         began = (folder / FILE).stat().st_mtime  # a start writes the file
-        logs = log_folder(folder, flags).rglob("events*")
+        logs = log_folder(folder, complete.flags).rglob("events*")
         ended = max((log.stat().st_mtime for log in logs), default=began)
         if not finish(folder, run, began=began, ended=ended, stopped=True):
             raise UsageError(f"{folder}: its run logged no training step, so that there is nothing to report.")
