@@ -21,6 +21,7 @@ _OPENRLHF = "openrlhf 0.11.2"
 _ACTOR, _LAUNCHER, _ENGINE = (f"openrlhf.trainer.ray.{name}" for name in ("ppo_actor", "launcher", "vllm_engine"))
 _SAMPLES, _EXPERIENCE = (f"openrlhf.trainer.ppo_utils.{name}" for name in ("samples_generator", "experience_maker"))
 _MODEL, _DEEPSPEED = "openrlhf.models.actor", "openrlhf.utils.deepspeed.deepspeed"
+_WRAP, _PEFT = "openrlhf.trainer.ray.vllm_worker_wrap", "peft.tuners.lora.layer"
 TRAINING = "training"
 """The condition of every run of `ngrpo train`."""
 _DRAWN = "perturbation or reproducible or sampling_mask or sampling_schedule or routing"
@@ -132,6 +133,10 @@ OPENRLHF: tuple[Patch, ...] = (
     # ---- functions around them --------------------------------------------------------------------
     _row(_MODEL, "Actor.__init__", "model_actors:actor_init", "perturbation", "sha:ed617cb47dde",
         "a perturbation's learned parameters join the model before DeepSpeed wraps it"),
+    _row(_MODEL, "Actor.__init__", "lora_sync:checked_actor", "lora", "sha:ed617cb47dde",
+        "adapters that a merged weight cannot stand for are an error at once"),
+    _row(_DEEPSPEED, "DeepspeedStrategy.save_model", "lora_sync:save_model", "lora", "sha:14c67be849f9",
+        "saves a folder as PEFT does, and gathers the adapter alone; OpenRLHF's looks like a model without weights"),
     _row(_DEEPSPEED, "DeepspeedStrategy._get_model_parameters", "model_actors:get_model_parameters", "perturbation",
         "sha:c6c4dad36a87", "those parameters may have learning rates of their own"),
     _row(_MODEL, "log_probs_from_logits", "ngrpo.trainers.common.log_probs:with_overrides",
@@ -157,6 +162,16 @@ OPENRLHF: tuple[Patch, ...] = (
         "clip, KL penalty, the response's last token"),
     _row(_DEEPSPEED, "DeepspeedStrategy.save_model", None, "perturbation", "sha:14c67be849f9",
         "saves by save_pretrained, which writes learned parameters to a file of their own"),
+    _row(_ACTOR, "ActorPPOTrainer.broadcast_to_vllm", None, "lora", "sha:a7ed79f664d6",
+        "sends PEFT's names, which vLLM does not know; with adapters lora_sync.py sends merged weights in its place"),
+    _row(_WRAP, "WorkerWrap.update_weight", None, "lora", "(self, name, dtype, shape, empty_cache)",
+        "receives one weight over NCCL"),
+    _row(_WRAP, "WorkerWrap.update_weight_cuda_ipc", None, "lora",
+        "(self, name, dtype, shape, ipc_handles, empty_cache)", "receives one weight by a CUDA IPC handle"),
+    _row(_PEFT, "Linear.get_delta_weight", None, "lora", "sha:acb338a1c897",
+        "what an adapter adds to a linear layer; merged weights repeat it in float32", "peft 0.21.2"),
+    _row(_PEFT, "Embedding.get_delta_weight", None, "lora", "sha:a3cb6607347b",
+        "what an adapter adds to an embedding", "peft 0.21.2"),
     _row("openrlhf.utils.agent", "SingleTurnAgentExecutor.execute", None, TRAINING, "sha:e557741c5553",
         "calls generate() once per turn and returns mm_train_inputs in its response; swallows a reward's errors"),
     _row("openrlhf.utils.agent", "SingleTurnAgentExecutor._fetch_rewards_via_http", None, TRAINING, "sha:5e4b159ffa54",

@@ -29,7 +29,7 @@ def rows(other: given.Feature, *pairs: tuple[given.Feature, str] | tuple[given.F
 
 
 _PICTURES, _RING = flag("--data.max_images_per_prompt", off="0"), flag("--ds.ring_attn_size", off="1")
-_TENSOR, _LORA = flag("--ds.tensor_parallel_size", off="1"), flag("--ds.lora.rank", off="0")
+_TENSOR = flag("--ds.tensor_parallel_size", off="1")
 _FLOAT32, _REWARD = flag("--ds.param_dtype", only="fp32"), flag("--reward.remote_url")
 _ZERO_3, _ASYNC, _WARMUP = flag("--ds.zero_stage", only="3"), flag(given.ASYNC), sampling("correction_warmup")
 _REENTRANT, _SAVES = flag("--actor.gradient_checkpointing_reentrant"), flag("--ckpt.save_steps", off="-1")
@@ -57,6 +57,8 @@ _KEPT = "or --second_round.group kept, which takes the rewards of the trained re
 _ROOM = "give --rollout.max_new_tokens, and more than twice as much as --data.max_len"
 _PENALTY = "its penalty makes rewards outside [0, 1]"
 _NO_PENALTY = "leave it (or --preset dapo, which adds it) out, or use --advantage group_norm or ngrpo"
+_NOT_4_BIT = "leave it out: --ds.zero_stage 3 and --ds.adam_offload save memory too"
+_TWO_TABLES = "a perturbation mixes rows of one table, and PEFT adds the adapter's part of a row beside it"
 _PACKED = "packing would break the alignment between picture tokens and pixels"
 _NO_FLASH_ATTN = "flash-attn computes it, and that is not installed where the run starts"
 _INSTALL = "install flash-attn, for which docs/install.md names prebuilt wheels"
@@ -69,9 +71,15 @@ TRAINING = (
         (flag("speculative", off="0 false none"), _DRAFTED),
         (flag("draft_model", off="0 false none"), _DRAFTED),
         (_RING, "the replay does not split records over a ring", "use --ds.ring_attn_size 1"),
-        (_LORA, "OpenRLHF syncs its weights under names that vLLM does not know"),
         (flag("partial_rollout"), "records would be cut at the weight sync", f"leave it out (not {given.ASYNC})"),
     ),
+    *rows(
+        given.LORA,
+        (flag("--ds.load_in_4bit"), "4-bit weights are not merged with adapters, which vLLM needs", _NOT_4_BIT),
+        (flag("--train.enable_ema"), "OpenRLHF's average is of a model without adapters"),
+        (_TENSOR, "DeepSpeed splits the layers that adapters are on", "use --ds.zero_stage 3"),
+    ),
+    Row(given.lora_on_embedding, given.PERTURBATION, _TWO_TABLES, "leave the embedding out of the modules"),
     Row(given.dense, given.ROUTING, "it has no routing to replay", "leave --replay.routing out"),
     Row(_TENSOR, given.ROUTING, "the routers of a split model are untested"),
     Row(flag("--train.enable_ema"), _ZERO_3, _FIRST_AVERAGE, "use --ds.zero_stage 2"),
@@ -182,7 +190,6 @@ HARDWARE = (
         given.hardware("cpu"),
         (flag("--vllm.sync_backend", only="nccl"), "NCCL needs CUDA", "leave it out; gloo is set"),
         (flag("--vllm.gpu_memory_utilization"), "the KV cache has a fixed size", "use VLLM_CPU_KVCACHE_SPACE (GiB)"),
-        (_LORA, "OpenRLHF 0.11.2 syncs adapters under PEFT's names, unknown to vLLM"),
         (flag("--vllm.enable_sleep"), "vLLM has no sleep mode on a CPU"),
         (flag("--ds.load_in_4bit"), "4-bit loading needs CUDA"),
         (flag("--ds.use_liger_kernel"), "Liger kernels need CUDA"),
@@ -196,7 +203,7 @@ HARDWARE = (
         for what, package in (
             (flag("--use_ms"), "modelscope"),
             (flag("--logger.wandb.key"), "wandb"),
-            (_LORA, "peft"),
+            (given.LORA, "peft"),
             (flag("--ds.use_liger_kernel"), "liger-kernel"),
             (flag("--ds.load_in_4bit"), "bitsandbytes"),
         )

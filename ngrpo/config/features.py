@@ -189,11 +189,13 @@ def none_of(*values: object) -> Callable[[object], bool]:
     return lambda value: value not in values
 
 
+_EMBEDDINGS = ("embed_tokens", "wte", "embeddings", "word_embeddings")
+
+
 def adapts_embedding(lora: Any) -> bool:
     """Whether adapters may hold a part for the input embedding; without target modules they may hold any."""
     modules = getattr(lora, "target_modules", None)
-    whole = ("embed_tokens", "wte", "embeddings")
-    return lora is not None and (modules is None or any(name.split(".")[-1] in whole for name in modules))
+    return lora is not None and (modules is None or any(name.split(".")[-1] in _EMBEDDINGS for name in modules))
 
 
 def bounds(name: str, holds: Callable[[float, float], bool]) -> Feature:
@@ -285,6 +287,16 @@ def kl_term(asked: Combination) -> str:
 ONE_ANSWER = when(f"{SIZES[1]} 1", lambda asked: asked.value(SIZES[1]) == "1")
 LATE_REWARD = when("a reward model", lambda asked: not (asked.flags.value("--reward.remote_url") or asked.run.task))
 EVAL_AT_START = when("--eval.at_start", lambda asked: asked.run.eval_at_start)
+
+LORA = flag("--ds.lora.rank", off="0")
+
+
+@partial(Feature, "--ds.lora.target_modules with the input embedding")
+def lora_on_embedding(asked: Combination) -> str:
+    named = next((each.values for each in reversed([*asked.flags]) if each.name == "--ds.lora.target_modules"), ())
+    tables = [module for module in named if module.split(".")[-1] in _EMBEDDINGS]
+    return f"--ds.lora.target_modules {' '.join(tables)}" if tables and LORA.given(asked) else ""
+
 
 NOISE, SCHEDULE = part("policy_noise"), part("sampling_schedule")
 NOISE_BY_WEIGHTS = part("policy_noise", "that follows the divergence", lambda made: made.follows_divergence)

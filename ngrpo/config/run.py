@@ -267,6 +267,7 @@ class RunConfig:
             "cpu": cpu,
             "any_adam": not cpu and not cuda.is_moved_by_deepspeed(Flags(self.openrlhf)),
             stand_ins.WITHOUT_FLASH_ATTN: cpu or not stand_ins.has_flash_attn(),
+            "lora": Flags(self.openrlhf).value("--ds.lora.rank") not in (None, "0"),
         }
         return (patches.TRAINING, *(name for name, holds in held.items() if holds), *self.conditions)
 

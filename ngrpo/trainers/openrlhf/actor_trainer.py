@@ -14,9 +14,9 @@ import torch
 
 from ngrpo.config.run import current_run
 from ngrpo.machine.upstream.types import Experience
-from ngrpo.trainers.common import log_probs, sample_records, weights_file
+from ngrpo.trainers.common import log_probs, lora, sample_records, weights_file
 from ngrpo.trainers.common.policy_loss import CreditInLoss, RatioMeasure, TwoRoundsLoss
-from ngrpo.trainers.openrlhf import model_actors
+from ngrpo.trainers.openrlhf import lora_sync, model_actors
 from perturbations import UsageError, seeds
 from perturbations.replay.scope import ReplayStats
 
@@ -113,10 +113,12 @@ def actor_trainer(plain: Any) -> type:
             if run.policy_noise is not None and scale:
                 # Parameters have noise while they are sent, and lose it again to the bit: every engine and every
                 # tensor-parallel rank gets the same ones.
-                noise = run.policy_noise.added(dict(model_actors.model_of(self.actor).named_parameters()), scale, sync)
+                noise = run.policy_noise.added(lora.base_parameters(model_actors.model_of(self.actor)), scale, sync)
             with noise:
                 if syncs_by_file():
                     self.hand_over_weights()
+                elif lora.has_adapters(self.actor.model.module):
+                    lora_sync.send_merged_weights(self)
                 else:
                     super().broadcast_to_vllm()
 
@@ -149,18 +151,15 @@ def replay_sums(stats: ReplayStats, batch: int) -> dict[str, torch.Tensor]:
 
 
 def gathered(trainer: Any, keep: bool) -> dict[str, torch.Tensor]:
-    """The actor's parameters on rank 0 (`keep`); empty on other ranks."""
-    import deepspeed
-
+    """The actor's weights as engines have them, on rank 0 (`keep`); empty on other ranks."""
     sharded = trainer.strategy.args.ds.zero_stage == 3
-    only_trainable = getattr(trainer.actor, "is_vlm", False)
-    weights: dict[str, torch.Tensor] = {}
-    for name, parameter in trainer.actor.model.module.named_parameters():
-        if only_trainable and not parameter.requires_grad:
-            continue
-        with deepspeed.zero.GatheredParameters([parameter], enabled=sharded):
+    only_changed = getattr(trainer.actor, "is_vlm", False)
+    model = trainer.actor.model.module
+    tensors: dict[str, torch.Tensor] = {}
+    for weight in lora.changed_weights(model) if only_changed else lora.engine_weights(model):
+        with lora_sync.gathered_together(trainer, weight):
             if keep:
                 # A gathered ZeRO-3 parameter is freed on exit, hence the copy there.
-                tensor = parameter.detach()
-                weights[name] = tensor.clone() if sharded else tensor.contiguous()
-    return weights
+                tensor = weight.merged()
+                tensors[weight.name] = tensor.clone() if sharded else tensor.contiguous()
+    return tensors

@@ -17,7 +17,7 @@ from ngrpo.config.run import current_run
 from ngrpo.machine.storage.parameters_file import attach
 from ngrpo.machine.upstream.patch import around
 from ngrpo.machine.upstream.types import DeepspeedStrategy
-from ngrpo.trainers.common import policy_loss, sample_records
+from ngrpo.trainers.common import lora, policy_loss, sample_records
 from ngrpo.trainers.common.log_probs import Densities, corrected, densities, no_overrides
 from ngrpo.trainers.common.replay_check import check_replay
 from perturbations import Perturbation
@@ -40,7 +40,7 @@ def policy_model_actor(plain: type) -> type:
             noise = current_run().policy_noise
             if noise is not None:
                 # A model without weights for the noise is an error now: a dry run may not have seen the model.
-                noise.selected(name for name, _ in model_of(self.actor).named_parameters())
+                noise.selected(lora.base_parameters(model_of(self.actor)))
 
         def set_policy_noise(self, scale: float, sync: int) -> None:
             """The noise of the next weight sync."""
