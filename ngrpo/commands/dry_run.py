@@ -10,7 +10,7 @@ from dataclasses import replace
 from ngrpo.config import kinds, parse, rules, run_notes
 from ngrpo.config.run import SETTINGS, RunConfig
 from ngrpo.machine.console import text_table
-from ngrpo.machine.hardware import gpu_plan
+from ngrpo.machine.hardware import gpu_plan, lora_plan
 from ngrpo.machine.models import architecture
 from ngrpo.machine.upstream import openrlhf_flags, placement
 from perturbations.errors import UsageError
@@ -123,8 +123,8 @@ def _memory(args: placement.Args, gpu: float) -> list[str]:
     """The estimate for one GPU of each group, or the reason why there is none."""
     names = gpu_plan.models(args)
     lines = [f"GPU of {gpu / placement.GIB:.3g} GiB; P parameters, D GPUs that share the optimizer"]
-    if args["ds.lora.rank"] or args["ds.load_in_4bit"]:
-        return _wrapped("not estimated with LoRA or 4-bit weights: fewer parameters are trained, or smaller ones kept")
+    if args["ds.load_in_4bit"]:
+        return _wrapped("not estimated with 4-bit weights, which are smaller")
     for group in placement.groups(args):
         told = set()
         for model in group.models:
@@ -137,6 +137,9 @@ def _memory(args: placement.Args, gpu: float) -> list[str]:
             elif not told:
                 told.add(name)
                 lines += _wrapped(f"{group.name}: {name}, P = {size.parameters:,} ({size.source})")
+                if args["ds.lora.rank"]:
+                    adapters = lora_plan.adapter_parameters(size, args)
+                    lines += _wrapped(f"adapters of rank {args['ds.lora.rank']} train A = {adapters:,} beside P")
         if parts := gpu_plan.parts_of(group, args, gpu):
             cells = [(*part.phases, part.host) for part in parts]
             sums = [sum(column) for column in zip(*cells)]
