@@ -2,8 +2,8 @@
 """Which placement a run with CUDA gets, and the estimate of each GPU's memory behind it.
 
 In the formulas P is the number of parameters, T the tensor parallelism, D the GPUs that share the optimizer's states of
-one of its T parts. With LoRA A is the number of its adapters' parameters, which alone are trained. DeepSpeed 0.19.6 with
-bfloat16 or float16 parameters keeps 12 bytes of float32 for each trained parameter: a master copy and Adam's two
+one of its T parts. With LoRA, A is the number of the adapters' parameters, which alone are trained. DeepSpeed 0.19.6
+with bfloat16 or float16 parameters keeps 12 bytes of float32 for each trained parameter: a master copy and Adam's two
 moments.
 """
 
