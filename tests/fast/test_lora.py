@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("peft")
 pytest.importorskip("transformers")
 
-from ngrpo.trainers.common import lora
+from ngrpo.machine.models import lora
 from perturbations import UsageError
 from tests.fast import lora_models
 from tests.fast.lora_models import VOCABULARY, adapted, base_model

@@ -15,7 +15,7 @@ pytest.importorskip("peft")
 pytest.importorskip("ray")
 pytest.importorskip("openrlhf")
 
-from ngrpo.trainers.common import lora
+from ngrpo.machine.models import lora
 from ngrpo.trainers.openrlhf import actor_trainer, lora_sync
 from perturbations import UsageError
 from tests.fast.lora_models import adapted, base_model

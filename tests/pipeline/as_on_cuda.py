@@ -322,7 +322,7 @@ def noted_sync(original: Callable[..., None]) -> Callable[..., None]:
     """All weights go to a file as well, for the engines to compare with theirs; LoRA sends those that it changes."""
 
     def broadcast_to_vllm(self: Any) -> None:
-        from ngrpo.trainers.common import lora
+        from ngrpo.machine.models import lora
         from ngrpo.trainers.openrlhf import lora_sync
         from ngrpo.trainers.openrlhf.actor_trainer import gathered
 

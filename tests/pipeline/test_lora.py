@@ -17,9 +17,15 @@ LETTERS = ["--reward.remote_url", str(ROOT / "tests/pipeline/user_files/first_le
 LORA = ["--ds.lora.rank", "8", "--ds.lora.alpha", "16", "--actor.adam.lr", "1e-2", "--actor.lr_warmup_ratio", "0"]
 LORA += [*LETTERS, "--algo.kl.init_coef", "0", "--data.max_samples", "16"]
 NEIGHBOR = ["--perturbation", "neighbor", "--perturbation.rate", "0.5"]
-TWO_RANKS = (
-    "--actor.num_gpus_per_node 2 --rollout.micro_batch_size 4 --train.micro_batch_size 4 --ds.zero_stage".split()
-)
+TWO_RANKS = [
+    "--actor.num_gpus_per_node",
+    "2",
+    "--rollout.micro_batch_size",
+    "4",
+    "--train.micro_batch_size",
+    "4",
+    "--ds.zero_stage",
+]
 
 
 def steps_of(folder: Path, model: str, *flags: str) -> list[dict[str, Any]]:

@@ -9,8 +9,8 @@ import torch
 
 pytest.importorskip("peft")
 
+from ngrpo.machine.models import lora
 from ngrpo.rollout import set_perturbation
-from ngrpo.trainers.common import lora
 from perturbations import create, parameters, replaying
 from tests.fast import lora_models
 from tests.fast.lora_models import adapted

@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from importlib.util import find_spec
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ngrpo.machine.console import Report
-from ngrpo.machine.models import sandbox
+from ngrpo.machine.models import adapters, sandbox
 from perturbations.errors import UsageError, nearest
 
 # A new recipe gets a new folder, so that nobody trains on what an older release made.
@@ -36,7 +36,7 @@ def cache_dir() -> Path:
 
 
 def resolve(name_or_path: str, *, report: Report = lambda line: None) -> str:
-    """The folder or hub name that transformers and vLLM understand; a packaged model is made.
+    """The folder or hub name that transformers and vLLM understand; a packaged model is made, an adapter is merged.
 
     ``report`` is called with a line of text where something takes a while. Raises ``UsageError`` as
     :func:`check_available`, or where a packaged model's package is not installed.
@@ -44,6 +44,8 @@ def resolve(name_or_path: str, *, report: Report = lambda line: None) -> str:
     if name_or_path in PACKAGED:
         return str(materialise(name_or_path, report=report))
     check_available(name_or_path)
+    if adapters.is_adapter(name_or_path):
+        return merged_adapter(name_or_path, report=report)
     folder = Path(name_or_path).expanduser()
     return str(folder.absolute()) if folder.is_dir() else name_or_path  # vLLM's Ray workers start in another folder
 
@@ -96,7 +98,7 @@ def check_name(name_or_path: str | None) -> str:
     path, owner = Path(name_or_path).expanduser(), name_or_path.partition("/")[0]
     hint = "" if "/" in name_or_path else nearest(name_or_path, PACKAGED)
     is_hub_like = re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", name_or_path)
-    if name_or_path in PACKAGED or (path / "config.json").is_file():
+    if name_or_path in PACKAGED or (path / "config.json").is_file() or adapters.is_adapter(path):
         return name_or_path
     if path.is_dir():
         why = "has no config.json."
@@ -126,6 +128,23 @@ def fingerprint(model: str) -> str | None:
             content.seek(max(0, size - _FINGERPRINT) // 2)
             digest.update(content.read(_FINGERPRINT))
     return digest.hexdigest()[:16]
+
+
+def merged_adapter(adapter: str, base: str | None = None, *, report: Report = lambda line: None) -> str:
+    """The folder of the whole model that an adapter makes of its base model; it is made once, in the cache.
+
+    ``base``: None for the model that the adapter names. Raises ``UsageError`` for a folder without an adapter.
+    """
+    folder = Path(adapter).expanduser().absolute()
+    if not adapters.is_adapter(folder):
+        raise UsageError(f"adapter {adapter!r}: must be a folder with {adapters.CONFIG}, as PEFT saves it.")
+    whole = resolve(base or adapters.base_of(folder), report=report)
+    key = hashlib.sha256(f"{fingerprint(str(folder))} {fingerprint(whole) or whole}".encode()).hexdigest()[:16]
+    target = cache_dir() / f"merged-{key}"
+    if not target.is_dir():
+        report(f"merging {folder} into {whole}, once: {target}")
+        _make_once(target, partial(adapters.merge, whole, folder))
+    return str(target)
 
 
 def training_flags(name: str | None) -> Mapping[str, str]:
@@ -161,6 +180,12 @@ def materialise(name: str, *, report: Report = lambda line: None) -> Path:
             raise UsageError(f"packaged model {name!r}: its package {_PACKAGE!r} is not installed. Run: {_INSTALL}")
         report(f"making {name} into a Hugging Face folder, once: {folder}")
         make = partial(_convert, Path(spec.origin).parent)
+    _make_once(folder, make)
+    return folder
+
+
+def _make_once(folder: Path, make: Callable[[Path], None]) -> None:
+    """Has a folder written by a function of the path to write to; the folder appears whole or not at all."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     _remove_abandoned(folder)
     with _held_draft(folder) as draft:
@@ -171,7 +196,6 @@ def materialise(name: str, *, report: Report = lambda line: None) -> Path:
         except OSError:
             if not folder.is_dir():  # otherwise another process was faster, with the same result
                 raise
-    return folder
 
 
 @contextmanager

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 from ngrpo.config.run import current_run
+from ngrpo.machine.models import lora
 from ngrpo.machine.upstream.types import Experience
-from ngrpo.trainers.common import log_probs, lora, sample_records, weights_file
+from ngrpo.trainers.common import log_probs, sample_records, weights_file
 from ngrpo.trainers.common.policy_loss import CreditInLoss, RatioMeasure, TwoRoundsLoss
 from ngrpo.trainers.openrlhf import lora_sync, model_actors
 from perturbations import UsageError, seeds

@@ -3,7 +3,7 @@
 
 OpenRLHF 0.11.2 sends PEFT's parameters under PEFT's names, ``base_model.model.….base_layer.weight`` and
 ``….lora_A.default.weight``, which vLLM refuses. Here engines get the merged weights of
-:mod:`ngrpo.trainers.common.lora`.
+:mod:`ngrpo.machine.models.lora`.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from ngrpo.config.run import current_run
+from ngrpo.machine.models import lora
 from ngrpo.machine.upstream.patch import around
 from ngrpo.machine.upstream.types import Actor, ActorPPOTrainer, DeepspeedStrategy, PreTrainedTokenizerBase
-from ngrpo.trainers.common import lora
 
 
 @around

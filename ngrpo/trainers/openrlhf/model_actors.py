@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from ngrpo.config.run import current_run
+from ngrpo.machine.models import lora
 from ngrpo.machine.storage.parameters_file import attach
 from ngrpo.machine.upstream.patch import around
 from ngrpo.machine.upstream.types import DeepspeedStrategy
-from ngrpo.trainers.common import lora, policy_loss, sample_records
+from ngrpo.trainers.common import policy_loss, sample_records
 from ngrpo.trainers.common.log_probs import Densities, corrected, densities, no_overrides
 from ngrpo.trainers.common.replay_check import check_replay
 from perturbations import Perturbation
