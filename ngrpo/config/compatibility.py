@@ -75,7 +75,11 @@ TRAINING = (
     ),
     *rows(
         given.LORA,
-        (flag("--ds.load_in_4bit"), "4-bit weights are not merged with adapters, which vLLM needs", _NOT_4_BIT),
+        (
+            flag("--ds.load_in_4bit"),
+            "engines need merged weights, and those of dequantised 4-bit layers were never compared",
+            _NOT_4_BIT,
+        ),
         (flag("--train.enable_ema"), "OpenRLHF's average is of a model without adapters"),
         (_TENSOR, "DeepSpeed splits the layers that adapters are on", "use --ds.zero_stage 3"),
     ),
