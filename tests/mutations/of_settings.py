@@ -128,8 +128,8 @@ MUTATIONS = {
             "models: another process was faster",
         ),
         (
-            "                raise\n    return folder",
-            "                pass\n    return folder",
+            "with the same result\n                raise",
+            "with the same result\n                pass",
             "models: no room is no error",
         ),
     ],
