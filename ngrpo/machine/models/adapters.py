@@ -6,7 +6,6 @@ import os
 import shutil
 from pathlib import Path
 
-from ngrpo.machine.storage import parameters_file
 from perturbations.errors import UsageError, require
 
 CONFIG = "adapter_config.json"
@@ -41,6 +40,7 @@ def merge(base: str, adapter: Path, target: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from ngrpo.machine.models import lora
+    from ngrpo.machine.storage import parameters_file
 
     base_model = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
     try:
