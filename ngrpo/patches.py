@@ -25,6 +25,8 @@ _SAMPLES = "openrlhf.trainer.ppo_utils.samples_generator"
 _EXPERIENCE = "openrlhf.trainer.ppo_utils.experience_maker"
 _MODEL = "openrlhf.models.actor"
 _DEEPSPEED = "openrlhf.utils.deepspeed.deepspeed"
+_WRAP = "openrlhf.trainer.ray.vllm_worker_wrap"
+_PEFT = "peft.tuners.lora.layer"
 TRAINING = "training"
 """The condition of every run of `ngrpo train`."""
 _DRAWN = "perturbation or reproducible or sampling_mask or sampling_schedule or routing"
@@ -185,6 +187,11 @@ OPENRLHF: tuple[Patch, ...] = (
     # ---- functions around them --------------------------------------------------------------------
     _row(_MODEL, "Actor.__init__", "model_actors:actor_init", "perturbation", "sha:ed617cb47dde",
         "A perturbation's learned parameters join the model before DeepSpeed wraps it."),
+    _row(_MODEL, "Actor.__init__", "lora_sync:checked_actor", "lora", "sha:ed617cb47dde",
+        "A merged weight cannot stand for every kind of adapter; those that it cannot stand for are an error at once."),
+    _row(_DEEPSPEED, "DeepspeedStrategy.save_model", "lora_sync:save_model", "lora", "sha:14c67be849f9",
+        "OpenRLHF saves a folder that looks like a model without weights; ours is as PEFT saves it, with the adapter"
+        " alone gathered."),
     _row(_DEEPSPEED, "DeepspeedStrategy._get_model_parameters", "model_actors:get_model_parameters", "perturbation",
         "sha:c6c4dad36a87", "A perturbation's learned parameters may have a learning rate of their own."),
     _row(_MODEL, "log_probs_from_logits", "ngrpo.trainers.common.log_probs:with_overrides",
@@ -212,6 +219,16 @@ OPENRLHF: tuple[Patch, ...] = (
         "It changes the rewards alone, in place; we call it on copies, for the rewards that our advantages compare."),
     _row(_DEEPSPEED, "DeepspeedStrategy.save_model", None, "perturbation", "sha:14c67be849f9",
         "It saves by save_pretrained, which writes learned parameters to a file of their own."),
+    _row(_ACTOR, "ActorPPOTrainer.broadcast_to_vllm", None, "lora", "sha:a7ed79f664d6",
+        "It sends PEFT's names, which vLLM does not know; with adapters lora_sync.py sends merged weights instead."),
+    _row(_WRAP, "WorkerWrap.update_weight", None, "lora", "(self, name, dtype, shape, empty_cache)",
+        "It receives one weight over NCCL."),
+    _row(_WRAP, "WorkerWrap.update_weight_cuda_ipc", None, "lora",
+        "(self, name, dtype, shape, ipc_handles, empty_cache)", "It receives one weight by a CUDA IPC handle."),
+    _row(_PEFT, "Linear.get_delta_weight", None, "lora", "sha:acb338a1c897",
+        "It is what an adapter adds to a linear layer; merged weights repeat it in float32.", "peft 0.21.2"),
+    _row(_PEFT, "Embedding.get_delta_weight", None, "lora", "sha:a3cb6607347b",
+        "It is what an adapter adds to an embedding.", "peft 0.21.2"),
     _row("openrlhf.utils.agent", "SingleTurnAgentExecutor.execute", None, TRAINING, "sha:e557741c5553",
         "It calls generate() once in a turn, returns mm_train_inputs in its response and swallows a reward's errors."),
     _row("openrlhf.utils.agent", "SingleTurnAgentExecutor._fetch_rewards_via_http", None, TRAINING, "sha:5e4b159ffa54",

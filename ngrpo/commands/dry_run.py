@@ -11,7 +11,7 @@ from typing import Any
 from ngrpo.config import complete_run, kinds, parse, rules, run_notes
 from ngrpo.config.run import SETTINGS, RunConfig
 from ngrpo.machine.console import text_table
-from ngrpo.machine.hardware import gpu_plan
+from ngrpo.machine.hardware import gpu_plan, lora_plan
 from ngrpo.machine.models import architecture
 from ngrpo.machine.upstream import openrlhf_flags, placement
 from perturbations.errors import UsageError
@@ -147,8 +147,8 @@ def _plural(number: int, noun: str) -> str:
 
 def _memory(args: placement.Args, gpu: float) -> list[str]:
     """The estimate for one GPU of ``gpu`` bytes of each group, or the reason why there is none."""
-    if args["ds.lora.rank"] or args["ds.load_in_4bit"]:
-        return _wrapped("not estimated with LoRA or 4-bit weights: fewer parameters are trained, or smaller ones kept")
+    if args["ds.load_in_4bit"]:
+        return _wrapped("not estimated with 4-bit weights, which are smaller")
     lines = [f"GPU of {gpu / placement.GIB:.3g} GiB; P parameters, D GPUs that share the optimizer"]
     for group in placement.groups(args):
         lines += _sizes(group, args)
@@ -175,6 +175,9 @@ def _sizes(group: placement.Group, args: placement.Args) -> list[str]:
         elif not size_is_shown:
             size_is_shown = True
             lines += _wrapped(f"{group.name}: {name}, P = {size.parameters:,} ({size.source})")
+            if args["ds.lora.rank"]:
+                trained = lora_plan.adapter_parameters(size, args)
+                lines += _wrapped(f"adapters of rank {args['ds.lora.rank']} train A = {trained:,} beside P")
     return lines
 
 

@@ -72,7 +72,10 @@ def run(argv: list[str], *, report: Report) -> int:
                 report(f"warning: {note}")
             packaged.check_available(args.model)  # before problems are loaded, which may come from the hub as well
             problems, dataset = problems_of(args, args.limit, report)
-            model = packaged.resolve(args.model, report=report)
+            if args.adapter is None:
+                model = packaged.resolve(args.model, report=report)
+            else:
+                model = packaged.merged_adapter(args.adapter, args.model, report=report)
             check_model(model, asked.perturbation)
             result = evaluate.evaluate(
                 model,
@@ -141,6 +144,7 @@ def parser() -> CommandParser:
     made = CommandParser("eval")
     made.add_problems(temperature=0.6, top_p=0.95, max_tokens=4096)
     add = made.add_argument
+    add("--adapter", metavar="DIR", help="a LoRA adapter on --model; a folder that names its base may be --model")
     add("--n", type=int, default=32, help="samples per problem [32]")
     add("--k", type=_ks, help="for Pass@k, with commas [those of 1,4,8,16,32 up to n]")
     add("--limit", type=int, help="only the first N problems")

@@ -221,13 +221,20 @@ def none_of(*values: object) -> Callable[[object], bool]:
     return lambda value: value not in values
 
 
+_EMBEDDINGS = ("embed_tokens", "wte", "embeddings", "word_embeddings")
+
+
 def adapts_embedding(lora: Any) -> bool:
     """Whether adapters may hold a part for the input embedding; without target modules they may hold any."""
     if lora is None:
         return False
     modules = getattr(lora, "target_modules", None)
-    embeddings = ("embed_tokens", "wte", "embeddings")
-    return modules is None or any(module.split(".")[-1] in embeddings for module in modules)
+    return modules is None or any(_is_embedding(module) for module in modules)
+
+
+def _is_embedding(module: str) -> bool:
+    """Whether the last part of a module's name is that of a model's input embedding."""
+    return module.split(".")[-1] in _EMBEDDINGS
 
 
 def bounds(name: str, holds: Callable[[float, float], bool]) -> Feature:
@@ -356,6 +363,24 @@ LATE_REWARD = when(
     lambda combination: not combination.flags.value("--reward.remote_url") and not combination.run.task,
 )
 EVAL_AT_START = when("--eval.at_start", lambda combination: combination.run.eval_at_start)
+
+# --- LoRA -------------------------------------------------------------------------------------------
+
+LORA = flag("--ds.lora.rank", off="0")
+_TARGET_MODULES = "--ds.lora.target_modules"
+
+
+@partial(Feature, f"{_TARGET_MODULES} with the input embedding")
+def lora_on_embedding(combination: Combination) -> str:
+    if not LORA.shown(combination):
+        return ""
+    modules: tuple[str, ...] = ()
+    for word in combination.flags:
+        if word.name == _TARGET_MODULES:
+            modules = word.values  # the last one counts, as in argparse
+    embeddings = [module for module in modules if _is_embedding(module)]
+    return f"{_TARGET_MODULES} {' '.join(embeddings)}" if embeddings else ""
+
 
 # --- methods ----------------------------------------------------------------------------------------
 

@@ -281,6 +281,7 @@ class RunConfig:
             "cpu": on_cpu,
             "any_adam": not on_cpu and not cuda.is_moved_by_deepspeed(Flags(self.openrlhf)),
             stand_ins.WITHOUT_FLASH_ATTN: on_cpu or not stand_ins.has_flash_attn(),
+            "lora": Flags(self.openrlhf).value("--ds.lora.rank") not in (None, "0"),
         }
         return (patches.TRAINING, *(name for name, holds in of_hardware.items() if holds), *self.conditions)
 

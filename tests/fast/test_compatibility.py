@@ -54,6 +54,7 @@ FEATURES = {
     "vision": "--data.max_images_per_prompt 2",
     "evaluation": "--eval.at_start",
     "epochs": "--train.max_epochs 2",
+    "lora": "--ds.lora.rank 8",
 }
 # The pairs that a row refuses; every other pair makes a run.
 REFUSED = {
@@ -65,6 +66,7 @@ REFUSED = {
     "zero3": "noise adaptive ema",
     "unsampled": "schedule e3",
     "vision": "packing dynamic",
+    "lora": "ema",
 }
 
 

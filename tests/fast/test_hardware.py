@@ -187,7 +187,7 @@ def test_a_worker_adds_what_it_finds_itself(monkeypatch: pytest.MonkeyPatch, her
     "flags",
     [
         *(RING, FLASH, ["--vllm.enable_sleep"], ["--vllm.gpu_memory_utilization", "0.5"]),
-        *(["--vllm.sync_backend", "nccl"], ["--ds.param_dtype", "fp16"], ["--ds.lora.rank", "8"]),
+        *(["--vllm.sync_backend", "nccl"], ["--ds.param_dtype", "fp16"]),
     ],
 )
 def test_what_the_cpu_cannot_do_is_refused_with_the_flag(flags: list[str]) -> None:

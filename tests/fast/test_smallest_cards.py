@@ -16,7 +16,8 @@ def row_of(model: str) -> list[str]:
 
 
 def test_every_model_has_its_row() -> None:
-    assert all(len(row_of(model)) == 4 for model in architecture.size_table())
+    for model in architecture.size_table():
+        assert len(row_of(model)) == len(row_of(f"{model} with LoRA")) == 4
 
 
 @pytest.mark.more
@@ -30,3 +31,4 @@ def test_the_smallest_cards_are_planned_by_this_tree(model: str, monkeypatch: py
         for offload in (False, True)
     ]
     assert row_of(model) == planned, "python -m benchmarks.smallest_cards prints the table"
+    assert row_of(f"{model} with LoRA") == smallest_cards.lora_cells(model)

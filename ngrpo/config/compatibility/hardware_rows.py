@@ -29,11 +29,6 @@ _CPU = (
         fix="use VLLM_CPU_KVCACHE_SPACE (GiB)",
     ),
     Row(
-        what=flag("--ds.lora.rank", off="0"),
-        conflicts_with=hardware("cpu"),
-        why="OpenRLHF 0.11.2 syncs adapters under PEFT's names, unknown to vLLM",
-    ),
-    Row(
         what=flag("--vllm.enable_sleep"),
         conflicts_with=hardware("cpu"),
         why="vLLM has no sleep mode on a CPU",
@@ -87,7 +82,7 @@ _PACKAGES = (
         fix="pip install wandb",
     ),
     Row(
-        what=flag("--ds.lora.rank", off="0"),
+        what=features.LORA,
         conflicts_with=without("peft"),
         why="OpenRLHF imports peft for it",
         fix="pip install peft",

@@ -24,11 +24,6 @@ _REPLAY = (
         fix="use --ds.ring_attn_size 1",
     ),
     Row(
-        what=flag("--ds.lora.rank", off="0"),
-        conflicts_with=features.REPLAYED,
-        why="OpenRLHF syncs its weights under names that vLLM does not know",
-    ),
-    Row(
         what=flag("partial_rollout"),
         conflicts_with=features.REPLAYED,
         why="records would be cut at the weight sync",
@@ -44,6 +39,32 @@ _REPLAY = (
         what=flag("--ds.tensor_parallel_size", off="1"),
         conflicts_with=features.ROUTING,
         why="replaying the routers of a split model is untested",
+    ),
+)
+
+_LORA = (
+    Row(
+        what=flag("--ds.load_in_4bit"),
+        conflicts_with=features.LORA,
+        why="engines need merged weights, and those of dequantised 4-bit layers were never compared",
+        fix="leave it out: --ds.zero_stage 3 and --ds.adam_offload save memory too",
+    ),
+    Row(
+        what=flag("--train.enable_ema"),
+        conflicts_with=features.LORA,
+        why="OpenRLHF's average is of a model without adapters",
+    ),
+    Row(
+        what=flag("--ds.tensor_parallel_size", off="1"),
+        conflicts_with=features.LORA,
+        why="DeepSpeed splits the layers that adapters are on",
+        fix="use --ds.zero_stage 3",
+    ),
+    Row(
+        what=features.lora_on_embedding,
+        conflicts_with=features.PERTURBATION,
+        why="a perturbation mixes rows of one table, and PEFT adds the adapter's part of a row beside it",
+        fix="leave the embedding out of the modules",
     ),
 )
 
@@ -393,6 +414,7 @@ _OPENRLHF = (
 
 TRAINING = (
     *_REPLAY,
+    *_LORA,
     *_MODEL,
     *_DENSITY,
     *_CREDIT,

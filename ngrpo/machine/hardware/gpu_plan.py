@@ -2,14 +2,16 @@
 """Which placement a run with CUDA gets, and the estimate of each GPU's memory behind it.
 
 In the formulas P is the number of parameters, T the tensor parallelism, D the GPUs that share the optimizer's states of
-one of its T parts. DeepSpeed 0.19.6 with bfloat16 or float16 parameters keeps 12 bytes of float32 for each parameter: a
-master copy and Adam's two moments.
+one of its T parts. With LoRA, A is the number of the adapters' parameters, which alone are trained. DeepSpeed 0.19.6
+with bfloat16 or float16 parameters keeps 12 bytes of float32 for each trained parameter: a master copy and Adam's two
+moments.
 """
 
 from dataclasses import dataclass
 from itertools import product
 from math import ceil, gcd
 
+from ngrpo.machine.hardware.lora_plan import trained_parameters
 from ngrpo.machine.models import architecture
 from ngrpo.machine.upstream import placement
 from ngrpo.machine.upstream.openrlhf_flags import Default, Flags
@@ -84,12 +86,12 @@ def parts_of(group: Group, args: Args, gpu: float) -> list[Part]:
 def fits(args: Args, gpu: float) -> bool:
     """Whether a placement fits in its fullest phase, and an engine has room for a response of full length.
 
-    True where it is not estimated: for models of unknown size, LoRA and 4 bits.
+    True where it is not estimated: for models of unknown size and 4 bits.
     """
     groups, names = placement.groups(args), models(args)
     actor = architecture.size_of(names[placement.ACTOR])
     others = {names[model] for group in groups for model in group.models} - {names[placement.ACTOR]}
-    if actor is None or not all(map(architecture.size_of, others)) or args["ds.lora.rank"] or args["ds.load_in_4bit"]:
+    if actor is None or not all(map(architecture.size_of, others)) or args["ds.load_in_4bit"]:
         return True
     held = [zip(*(part.phases for part in parts_of(group, args, gpu))) for group in groups]
     peak = max(sum(phase) for phases in held for phase in phases)
@@ -99,10 +101,17 @@ def fits(args: Args, gpu: float) -> bool:
 def trained(role: str, size: architecture.ModelSize, args: Args, world: int) -> list[Part]:
     """A model on ``world`` GPUs that is trained: the actor or the critic."""
     stage, tensor, asleep = args["ds.zero_stage"], args["ds.tensor_parallel_size"], args["ds.enable_sleep"]
-    whole = size.parameters / tensor
-    of_whole, of_split = ("P", "P/D") if tensor == 1 else ("P/T", "P/DT")
-    split = whole / (max(world // tensor, 1) if stage else 1)  # fewer ranks than that are refused later
-    weights, of_weights = (split, of_split) if stage == 3 else (whole, of_whole)
+    sharing = max(world // tensor, 1) if stage else 1  # fewer ranks than that are refused later
+    held = size.parameters / tensor / (sharing if stage == 3 else 1)
+    of_held = ("P/D" if stage == 3 else "P") if tensor == 1 else ("P/DT" if stage == 3 else "P/T")
+    # With LoRA the adapters alone have gradients and optimizer states.
+    letter = "A" if args["ds.lora.rank"] else "P"
+    whole = trained_parameters(size, args) / tensor
+    of_whole, of_split = (letter, f"{letter}/D") if tensor == 1 else (f"{letter}/T", f"{letter}/DT")
+    split = whole / sharing
+    weights, of_weights = 2 * held, f"2{of_held}"
+    if args["ds.lora.rank"]:
+        weights, of_weights = weights + 2 * whole, f"{of_weights} + 2A"
     gradients, of_gradients = (split, of_split) if stage >= 2 else (whole, of_whole)
     # What the backward pass needs of the forward pass, for the longest samples. Logits come first and are gone before
     # the layers' gradients are made.
@@ -120,7 +129,7 @@ def trained(role: str, size: architecture.ModelSize, args: Args, world: int) -> 
     activations = (0, 0, tokens * (saved + largest), 0)
     kept = _BUCKET if stage == 3 else 0  # ZeRO-3 makes its buffer once
     parts = [
-        Part(f"{role}: weights", f"2{of_weights}", (2 * weights,) * 4),
+        Part(f"{role}: weights", of_weights, (weights,) * 4),
         Part(f"{role}: activations", f"{tokens} tokens × ({of_saved}{of_largest}), roughly", activations),
         Part(f"{role}: gradients, in exchange", "1 GB for any model", (kept, kept, _BUCKET, kept)),
     ]

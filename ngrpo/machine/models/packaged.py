@@ -5,7 +5,7 @@ import hashlib
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import Any
 from filelock import FileLock
 
 from ngrpo.machine.console import Report
-from ngrpo.machine.models import sandbox
+from ngrpo.machine.models import adapters, sandbox
 from perturbations.errors import UsageError, nearest
 
 # A new recipe gets a new folder, so that nobody trains on what an older release made.
@@ -36,7 +36,7 @@ def cache_dir() -> Path:
 
 
 def resolve(name_or_path: str, *, report: Report = lambda line: None) -> str:
-    """The folder or hub name that transformers and vLLM understand; a packaged model is made.
+    """The folder or hub name that transformers and vLLM understand; a packaged model is made, an adapter is merged.
 
     ``report`` is called with a line of text where something takes a while. Raises ``UsageError`` as
     :func:`check_available`, or where a packaged model's package is not installed.
@@ -44,6 +44,8 @@ def resolve(name_or_path: str, *, report: Report = lambda line: None) -> str:
     if name_or_path in PACKAGED:
         return str(materialise(name_or_path, report=report))
     check_available(name_or_path)
+    if adapters.is_adapter(name_or_path):
+        return merged_adapter(name_or_path, report=report)
     folder = Path(name_or_path).expanduser()
     if folder.is_dir():
         return str(folder.absolute())  # vLLM's Ray workers start in another folder
@@ -99,7 +101,7 @@ def check_name(name_or_path: str | None) -> str:
     if not name_or_path:
         raise UsageError("no model: give --model NAME, for example --model smollm2-135m, or a model folder.")
     path = Path(name_or_path).expanduser()
-    if name_or_path in PACKAGED or (path / "config.json").is_file():
+    if name_or_path in PACKAGED or (path / "config.json").is_file() or adapters.is_adapter(path):
         return name_or_path
     if path.is_dir():
         raise UsageError(
@@ -135,6 +137,23 @@ def fingerprint(model: str) -> str | None:
     return digest.hexdigest()[:16]
 
 
+def merged_adapter(adapter: str, base: str | None = None, *, report: Report = lambda line: None) -> str:
+    """The folder of the whole model that an adapter makes of its base model; it is made once, in the cache.
+
+    ``base``: None for the model that the adapter names. Raises ``UsageError`` for a folder without an adapter.
+    """
+    folder = Path(adapter).expanduser().absolute()
+    if not adapters.is_adapter(folder):
+        raise UsageError(f"adapter {adapter!r}: must be a folder with {adapters.CONFIG}, as PEFT saves it.")
+    whole = resolve(base or adapters.base_of(folder), report=report)
+    key = hashlib.sha256(f"{fingerprint(str(folder))} {fingerprint(whole) or whole}".encode()).hexdigest()[:16]
+    target = cache_dir() / f"merged-{key}"
+    if not target.is_dir():
+        report(f"merging {folder} into {whole}, once: {target}")
+        _make_once(target, partial(adapters.merge, whole, folder))
+    return str(target)
+
+
 def training_flags(name: str | None) -> Mapping[str, str]:
     """Default values of OpenRLHF's flags for a model."""
     return sandbox.FLAGS if name == _SANDBOX else {}
@@ -168,11 +187,17 @@ def materialise(name: str, *, report: Report = lambda line: None) -> Path:
             raise UsageError(f"packaged model {name!r}: its package {_PACKAGE!r} is not installed. Run: {_INSTALL}")
         report(f"making {name} into a Hugging Face folder, once: {folder}")
         make = partial(_convert, Path(spec.origin).parent)
+    _make_once(folder, make)
+    return folder
+
+
+def _make_once(folder: Path, make: Callable[[Path], None]) -> None:
+    """Has a folder written by a function of the path to write to; the folder appears whole or not at all."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     draft = folder.with_name(f".{folder.name}-draft")
     with FileLock(folder.with_name(f".{folder.name}.lock")):  # the system frees the lock of a killed process
         if folder.is_dir():  # another process has made it meanwhile
-            return folder
+            return
         shutil.rmtree(draft, ignore_errors=True)  # of a killed process
         try:
             draft.mkdir()
@@ -180,7 +205,6 @@ def materialise(name: str, *, report: Report = lambda line: None) -> Path:
             draft.rename(folder)
         finally:
             shutil.rmtree(draft, ignore_errors=True)
-    return folder
 
 
 def _convert(source: Path, target: Path) -> None:

@@ -6,9 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
+    from openrlhf.models import Actor
     from openrlhf.trainer.ppo_utils.experience import Experience
     from openrlhf.trainer.ppo_utils.replay_buffer import NaiveReplayBuffer
+    from openrlhf.trainer.ray.ppo_actor import ActorPPOTrainer
     from openrlhf.utils.deepspeed.deepspeed import DeepspeedStrategy
+    from peft import PeftModel
+    from peft.tuners.lora import LoraLayer
     from torch.utils.file_baton import FileBaton
     from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
     from vllm import LLM, SamplingParams

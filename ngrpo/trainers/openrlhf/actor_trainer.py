@@ -13,10 +13,11 @@ from typing import Any
 import torch
 
 from ngrpo.config.run import current_run
+from ngrpo.machine.models import lora
 from ngrpo.machine.upstream.types import Experience, Upstream
 from ngrpo.trainers.common import log_probs, sample_records, weights_file
 from ngrpo.trainers.common.policy_loss import CreditInLoss, RatioMeasure, TwoRoundsLoss
-from ngrpo.trainers.openrlhf import model_actors
+from ngrpo.trainers.openrlhf import lora_sync, model_actors
 from ngrpo.trainers.openrlhf.experiences import marks_of
 from perturbations import UsageError, seeds
 from perturbations.replay.scope import ReplayStats
@@ -138,11 +139,13 @@ class PerturbedActorTrainer(Upstream):
         if run.policy_noise is not None and scale:
             # Parameters have noise while they are sent, and lose it again to the bit: every engine and every
             # tensor-parallel rank gets the same ones.
-            parameters = dict(model_actors.model_of(self.actor).named_parameters())
+            parameters = lora.base_parameters(model_actors.model_of(self.actor))
             noise = run.policy_noise.added(parameters, scale, sync)
         with noise:
             if syncs_by_file():
                 self.hand_over_weights()
+            elif lora.has_adapters(self.actor.model.module):
+                lora_sync.send_merged_weights(self)
             else:
                 super().broadcast_to_vllm()
 
@@ -180,18 +183,15 @@ def replay_sums(stats: ReplayStats, batch: int) -> dict[str, torch.Tensor]:
 
 
 def gathered(trainer: Any, keep: bool) -> dict[str, torch.Tensor]:
-    """The actor's parameters on the rank with ``keep``; empty on other ranks, which take part in gathering."""
-    import deepspeed
-
+    """The actor's weights as engines have them, on the rank with ``keep``; empty on other ranks, which gather too."""
     is_sharded = trainer.strategy.args.ds.zero_stage == 3
-    only_trainable = getattr(trainer.actor, "is_vlm", False)
-    weights: dict[str, torch.Tensor] = {}
-    for name, parameter in trainer.actor.model.module.named_parameters():
-        if only_trainable and not parameter.requires_grad:
-            continue
-        with deepspeed.zero.GatheredParameters([parameter], enabled=is_sharded):
+    only_changed = getattr(trainer.actor, "is_vlm", False)
+    model = trainer.actor.model.module
+    tensors: dict[str, torch.Tensor] = {}
+    for weight in lora.changed_weights(model) if only_changed else lora.engine_weights(model):
+        with lora_sync.gathered_together(trainer, weight):
             if keep:
-                tensor = parameter.detach()
+                tensor = weight.merged()
                 # A gathered ZeRO-3 parameter is freed at the end of this context, so it is copied.
-                weights[name] = tensor.clone() if is_sharded else tensor.contiguous()
-    return weights
+                tensors[weight.name] = tensor.clone() if is_sharded else tensor.contiguous()
+    return tensors

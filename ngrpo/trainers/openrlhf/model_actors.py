@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ngrpo.config.run import current_run
+from ngrpo.machine.models import lora
 from ngrpo.machine.storage.parameters_file import attach
 from ngrpo.machine.upstream.patch import around
 from ngrpo.machine.upstream.types import DeepspeedStrategy, Upstream
@@ -126,7 +127,7 @@ class ReplayingPolicyActor(_Replaying):
         noise = current_run().policy_noise
         if noise is not None:
             # A model without weights for the noise is an error now: a dry run may not have seen the model.
-            noise.selected(name for name, _ in model_of(self.actor).named_parameters())
+            noise.selected(lora.base_parameters(model_of(self.actor)))
 
     def set_policy_noise(self, scale: float, sync: int) -> None:
         """The noise of the next weight sync."""

@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LoRA: the weights that an engine needs of a PEFT model.
+
+PEFT keeps a linear layer's matrix W frozen and trains two thin matrices beside it, so that the layer computes
+
+    y = W x + s · B (A x),    A: (r, in), B: (out, r), s: the scale.
+
+vLLM runs one merged matrix, W + s · B A, under the name that the base model's checkpoint has for W.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ngrpo.machine.upstream.types import LoraLayer, PeftModel
+from perturbations.errors import UsageError
+
+_PREFIX = "base_model.model."  # of every parameter of the base model, in PEFT 0.21
+_WRAPPED = ".base_layer"  # PEFT's name for the module that an adapter replaces
+
+
+@dataclass(frozen=True)
+class EngineWeight:
+    """One weight of the engine's model, and where the trainer has it.
+
+    Attributes:
+        name: of the weight in the base model's checkpoint, and so in vLLM.
+        base: the trainer's parameter of this weight.
+        adapter: PEFT's layer around the parameter; None where the parameter is sent as it is.
+    """
+
+    name: str
+    base: nn.Parameter
+    adapter: LoraLayer | None = None
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """All parameters that :meth:`merged` reads: ZeRO-3 has to gather them together."""
+        return [self.base] if self.adapter is None else [self.base, *factors(self.adapter)]
+
+    @torch.no_grad()
+    def merged(self) -> Tensor:
+        """The weight as the engine takes it, in the parameter's dtype; the parameter itself where it has no adapter.
+
+        W + s · B A is computed in float32 and rounded once: rounding s · B A to bfloat16 before the sum would lose
+        updates that are smaller than the last digit of W.
+        """
+        if self.adapter is None:
+            return self.base.detach()
+        return (self.base.float() + update_of(self.adapter)).to(self.base.dtype)
+
+
+def factors(adapter: LoraLayer) -> tuple[nn.Parameter, nn.Parameter]:
+    """The trained matrices A and B of one of PEFT's layers: of a linear layer (``lora_bias`` is refused) or a table."""
+    name = adapter.active_adapters[0]
+    if name in adapter.lora_embedding_A:
+        return adapter.lora_embedding_A[name], adapter.lora_embedding_B[name]
+    return next(adapter.lora_A[name].parameters()), next(adapter.lora_B[name].parameters())
+
+
+def update_of(adapter: LoraLayer) -> Tensor:
+    """s · B A of one of PEFT's layers in float32, in the shape of the weight below it.
+
+    The scale is the layer's own, which PEFT computes from ``lora_alpha`` and the rank (rsLoRA: its square root).
+    """
+    from peft.tuners.lora.layer import Linear
+
+    name = adapter.active_adapters[0]
+    down, up = factors(adapter)
+    update = adapter.scaling[name] * (up.float() @ down.float())
+    # A table of embeddings and GPT-2's Conv1D keep their matrices as (in, out).
+    is_transposed = adapter.fan_in_fan_out if isinstance(adapter, Linear) else True
+    return update.T if is_transposed else update
+
+
+def has_adapters(model: nn.Module) -> bool:
+    """Whether PEFT has wrapped a model."""
+    return hasattr(model, "peft_config")
+
+
+def engine_weights(model: nn.Module) -> list[EngineWeight]:
+    """All weights that an engine of this model has, in the order of the model's parameters.
+
+    ``model`` may be a model without adapters. The adapters must be ones that :func:`check_adapters` accepts.
+    """
+    if not has_adapters(model):
+        return [EngineWeight(name, parameter) for name, parameter in model.named_parameters()]
+    adapters = adapters_of(model)
+    weights = []
+    for name, parameter in model.named_parameters():
+        if is_factor(name):
+            continue
+        module_name, _, parameter_name = name.rpartition(".")
+        adapted_module = module_name.removesuffix(_WRAPPED)
+        is_adapted = module_name.endswith(_WRAPPED) and parameter_name == "weight"
+        adapter = adapters.pop(adapted_module) if is_adapted else None
+        weights.append(EngineWeight(engine_name(name), parameter, adapter))
+    if adapters:
+        raise RuntimeError(
+            f"LoRA: no weight of the model lies below the adapters of {', '.join(adapters)}, so that engines would"
+            " roll out without them. Leave these modules out of --ds.lora.target_modules."
+        )
+    return weights
+
+
+def changed_weights(model: nn.Module, noised: frozenset[str] = frozenset()) -> list[EngineWeight]:
+    """The weights of :func:`engine_weights` that differ from the model that engines have loaded at their start.
+
+    Weights without an adapter are frozen, so that they are sent only if they are trained (a perturbation's
+    parameters) or get a policy noise (``noised``, by the engine's names).
+    """
+    return [
+        weight
+        for weight in engine_weights(model)
+        if weight.adapter is not None or weight.base.requires_grad or weight.name in noised
+    ]
+
+
+def base_parameters(model: nn.Module) -> Mapping[str, nn.Parameter]:
+    """The parameters of a model by their names in the engine, without the matrices of adapters."""
+    return {weight.name: weight.base for weight in engine_weights(model)}
+
+
+def engine_name(name: str) -> str:
+    """A parameter's name in the base model's checkpoint, of its name in PEFT's model."""
+    return name.removeprefix(_PREFIX).replace(_WRAPPED, "")
+
+
+def is_factor(name: str) -> bool:
+    """Whether a parameter is a matrix A or B, by its name in PEFT's model."""
+    return any(part.startswith("lora_") for part in name.split("."))
+
+
+def adapters_of(model: nn.Module) -> dict[str, LoraLayer]:
+    """PEFT's layers of a model, by their names in it."""
+    from peft.tuners.lora import LoraLayer
+
+    return {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+
+
+def check_adapters(model: PeftModel, *, perturbed: bool) -> None:
+    """Raises ``UsageError`` where merged weights would not be the model that PEFT trains.
+
+    Args:
+        model: of PEFT, before DeepSpeed wraps it.
+        perturbed: whether rollouts are perturbed, so that the input embedding has to be a plain table.
+    """
+    problems = [f"{engine_name(name)}: {why}" for name, why in _unmergeable(model)]
+    embedding = model.get_input_embeddings()
+    if perturbed and embedding in adapters_of(model).values():
+        problems.append(
+            "the input embedding: a perturbation mixes rows of one table, as vLLM has it, and PEFT adds the adapter's"
+            " part of a row beside the table"
+        )
+    if problems:
+        raise UsageError(
+            "these adapters cannot be used, because vLLM gets one merged matrix for each module:\n  "
+            + "\n  ".join(problems)
+            + "\nFix: name other modules in --ds.lora.target_modules, such as q_proj k_proj v_proj o_proj."
+        )
+
+
+def _unmergeable(model: nn.Module) -> list[tuple[str, str]]:
+    """Modules of a PEFT model that :meth:`EngineWeight.merged` does not stand for: name and reason."""
+    from peft.tuners.lora.layer import Embedding, Linear
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    owners = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+    problems = []
+    for name, module in model.named_modules():
+        if isinstance(module, AuxiliaryTrainingWrapper):
+            problems.append((name, "PEFT trains a copy of the module (modules_to_save), which is not merged"))
+    for name, adapter in adapters_of(model).items():
+        kind = type(adapter).__name__
+        if type(adapter) not in (Linear, Embedding):
+            problems.append(
+                (name, f"PEFT's {kind} adapts no linear layer or embedding (experts, convolutions, 4 bits)")
+            )
+            continue
+        if len(adapter.active_adapters) != 1:
+            problems.append((name, f"{len(adapter.active_adapters)} adapters are active, and one is merged"))
+        for variant in adapter.lora_variant.values():
+            problems.append((name, f"{type(variant).__name__} is no sum of the weight and s · B A"))
+        if any(adapter.lora_bias.values()):
+            problems.append((name, "its adapter has a bias (lora_bias)"))
+        if owners[id(adapter.get_base_layer().weight)] > 1:
+            problems.append((name, "its matrix is also another module's (tied embeddings), which has no adapter"))
+    return problems
