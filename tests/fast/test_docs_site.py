@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 sys.path.insert(0, str(DOCS / "_site"))
 
+import cli_page  # noqa: E402
 import method_pages  # noqa: E402
 
 METHODS = [(kept, name) for kept in FLAGS for name in kept.in_tree()]
@@ -48,10 +49,53 @@ def test_the_readme_names_every_perturbation() -> None:
     assert all(f"`{name}`" in text for name in registry.perturbations.in_tree())
 
 
-def test_the_readme_is_the_index() -> None:
-    """The one list of all pages: it is the home of the site as well."""
-    links = set(re.findall(r"\]\(docs/([\w/]+\.md)", (ROOT / "README.md").read_text(encoding="utf-8")))
-    assert links == {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")}
+def test_every_page_is_listed() -> None:
+    """In llms.txt, and in the navigation or in a page that is in it."""
+    listed = set(re.findall(r"\]\(docs/([\w/]+\.md)", (ROOT / "llms.txt").read_text(encoding="utf-8")))
+    pages = {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")}
+    assert listed == pages
+    navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:")[2]
+    reached = set(re.findall(r"([\w/]+\.md)", navigation))
+    for name in list(reached & pages):
+        text = (DOCS / name).read_text(encoding="utf-8")
+        links = re.findall(r"\]\((?!https?:|#)([\w/.]+\.md)", text)
+        reached |= {os.path.normpath(os.path.join(os.path.dirname(name), link)) for link in links}
+    assert not pages - reached, "add the page to nav in mkdocs.yml"
+
+
+def anchors_of(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub and the site make them."""
+    text = re.sub(r"^ *```.*?^ *```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    found: set[str] = set()
+    for heading in re.findall(r"^#+ (.+)$", text, re.MULTILINE):
+        shown = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).replace("`", "")
+        found.add(re.sub(r"[^\w\- ]", "", shown.lower()).strip().replace(" ", "-"))
+    return found
+
+
+def test_anchors_of_links_exist() -> None:
+    """So that a removed heading is seen without mkdocs."""
+    outside = [ROOT / name for name in ("README.md", "llms.txt", "CONTRIBUTING.md", "CHANGELOG.md")]
+    recipes = ROOT / "examples" / "recipes" / "README.md"
+    for page in [*outside, recipes, *DOCS.rglob("*.md")]:
+        for link, anchor in re.findall(r"\]\((?!https?:)([^)#\s]*)#([^)\s]+)\)", page.read_text(encoding="utf-8")):
+            target = (page.parent / link).resolve() if link else page
+            if target.suffix == ".md":
+                assert anchor in anchors_of(target), f"{page.relative_to(ROOT)}: {link}#{anchor}"
+
+
+# Words of the glossary that a newcomer cannot guess.
+TERMS = r"\b(?:edits?|anchors?|trajector(?:y|ies)|records?|replays?|gaps?|strateg(?:y|ies))\b"
+
+
+def test_pages_with_terms_link_the_glossary() -> None:
+    """Studies and what scripts write are for those who come from a page that does."""
+    for page in sorted(DOCS.glob("*.md")):
+        text = page.read_text(encoding="utf-8")
+        if page.name in ("glossary.md", "compatibility.md", "cli.md"):
+            continue
+        if len(set(re.findall(TERMS, text))) > 1:
+            assert "(glossary.md" in text, f"{page.name} uses words of the glossary"
 
 
 def test_a_method_is_tabulated_once() -> None:
@@ -61,10 +105,15 @@ def test_a_method_is_tabulated_once() -> None:
 
 
 def test_links_between_pages_lead_somewhere() -> None:
-    """By file; anchors are mkdocs' to check."""
+    """By file; anchors have a test of their own."""
     for page in [ROOT / "README.md", ROOT / "llms.txt", ROOT / "CONTRIBUTING.md", *DOCS.rglob("*.md")]:
         for link in re.findall(r"\]\((?!https?:|#)([^)#\s]+)", page.read_text(encoding="utf-8")):
             assert (page.parent / link).exists(), f"{page.relative_to(ROOT)}: {link}"
+
+
+def test_the_command_line_page_is_the_help() -> None:
+    written = (DOCS / "cli.md").read_text(encoding="utf-8")
+    assert written == cli_page.page(), "PYTHONPATH=. python docs/_site/cli_page.py > docs/cli.md"
 
 
 def test_files_that_pages_name_exist() -> None:

@@ -58,7 +58,7 @@ def lines_with(words: str, texts: dict[str, str]) -> list[str]:
 
 def glossary() -> dict[str, str]:
     """Each term with what it means."""
-    text = (DOCS / "methods.md").read_text(encoding="utf-8").partition("\n## Glossary\n")[2].partition("\n## ")[0]
+    text = (DOCS / "glossary.md").read_text(encoding="utf-8").partition("\n## Glossary\n")[2].partition("\n## ")[0]
     return dict(re.findall(r"^\| \*\*(.+?)\*\* \| (.+) \|$", text, re.MULTILINE))
 
 

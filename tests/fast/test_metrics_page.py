@@ -16,15 +16,24 @@ LOGGED = r"(perturbation|importance|advantage|credit|policy_noise|sampling|secon
 
 def names_in(path: Path) -> Iterator[str]:
     """Whole names, and the keys of a function that puts ``part/`` before each of its names."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    prefixed = [node for node in functions if re.search(rf"f[\"\']{LOGGED}\{{name\}}", ast.unparse(node))]
+    called = {node.id for function in prefixed for node in ast.walk(function) if isinstance(node, ast.Name)}
+    # A function that a prefixing one calls makes keys for it, such as the quotients of a step's totals.
+    makers = prefixed + [node for node in functions if node.name in called and node not in prefixed]
+    for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             whole = re.fullmatch(LOGGED, node.value)
             if whole and whole[2]:
                 yield whole[2]
-        prefixed = isinstance(node, ast.FunctionDef) and re.search(rf"f[\"\']{LOGGED}\{{name\}}", ast.unparse(node))
-        for each in ast.walk(node) if prefixed else ():
-            keys = each.keys if isinstance(each, ast.Dict) else [each.slice] if isinstance(each, ast.Subscript) else []
-            yield from (key.value for key in keys if isinstance(key, ast.Constant) and isinstance(key.value, str))
+    for node in (inner for maker in makers for inner in ast.walk(maker)):
+        keys: list[ast.expr | None] = []
+        if isinstance(node, ast.Dict):
+            keys = list(node.keys)
+        elif isinstance(node, ast.Subscript):
+            keys = [node.slice]
+        yield from (key.value for key in keys if isinstance(key, ast.Constant) and isinstance(key.value, str))
 
 
 def test_each_metric_of_the_sources_is_explained() -> None:
