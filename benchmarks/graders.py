@@ -31,7 +31,7 @@ from typing import Any
 
 from benchmarks.machine import describe
 from ngrpo.methods.scoring.answers import check_choice, check_math, last_boxed
-from tests.fast.scorer_pairs import CHOICE, MATH, Pair
+from tests.support.scorer_pairs import CHOICE, MATH, Pair
 
 Grader = Callable[[Pair], bool]
 

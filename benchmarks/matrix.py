@@ -34,7 +34,7 @@ _OF_TRAINING = ("transformers", "ray", "deepspeed", "accelerate", "peft", "torch
 TORCH = {"0.26.0": "2.11.0"}
 # Each stage is a few minutes on two cores; what is marked slow is left out, but for the stages that are all of it.
 STAGES = {
-    "patches": ["tests/fast/test_patches.py", "tests/stack/test_config.py"],
+    "patches": ["tests/fast/project/test_patches.py", "tests/stack/test_config.py"],
     "rollout": ["tests/stack/test_engine.py", "tests/stack/test_sampling.py"],
     "exactness": ["tests/stack/test_exactness.py"],
     "invariance": ["tests/stack/test_invariance.py"],

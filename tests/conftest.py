@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests import shapes
 from tests.claims import CLAIMS
-from tests.tiny_folder import tiny_folder, tiny_language_model
+from tests.support import shapes
+from tests.support.tiny_folder import tiny_folder, tiny_language_model
 
 ROOT = Path(__file__).resolve().parents[1]
 shapes.check()

@@ -10,8 +10,8 @@ and by `make test-all`. A mutation that survives shows a formula that no test ho
 in the working tree is touched: the mutations are made in a temporary copy.
 
 To add one, append its old text, its new text and what is wrong then to its file and tests, in one of the files
-``of_*.py``. The old text must occur exactly once in the file, which tests/fast/test_mutations.py checks, so a line
-that was rewritten takes its mutation along.
+``of_*.py``. The old text must occur exactly once in the file, so a line that was rewritten takes its mutation along;
+tests/fast/project/test_mutations.py checks it.
 """
 
 from tests.mutations import of_edges, of_inputs, of_methods, of_rewards, of_settings, of_steps, of_values

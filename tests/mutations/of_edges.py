@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bounds, defaults and refusals: lines that only a value at the edge holds."""
 
-_ADVANTAGES = "test_advantages.py"
-_FURTHER = "test_advantages_further.py"
-_ROUTING = "test_routing.py"
-_SIGNIFICANCE = "test_significance.py"
+_ADVANTAGES = "methods/advantages/test_advantages.py"
+_FURTHER = "methods/advantages/test_advantages_further.py"
+_ROUTING = "perturbations/replay/test_routing.py"
+_SIGNIFICANCE = "workbench/test_statistics.py"
 
 MUTATIONS = {
     ("ngrpo/methods/advantages/verified.py", _FURTHER): [
@@ -40,7 +40,7 @@ MUTATIONS = {
     ("ngrpo/methods/credits/token_credits.py", _ADVANTAGES): [
         ("        0.02, ", "        0.05, ", "lp_reg: another default of kappa"),
     ],
-    ("ngrpo/methods/credits/token_credits.py", "test_credits_by_hand.py"): [
+    ("ngrpo/methods/credits/token_credits.py", "methods/credits/test_credits_by_hand.py"): [
         (
             "torch.where(probabilities >= threshold",
             "torch.where(probabilities > threshold",
@@ -62,20 +62,20 @@ MUTATIONS = {
             "uniform groups are found by their mean",
         ),
     ],
-    ("ngrpo/trainers/openrlhf/second_round.py", "test_second_rounds.py"): [
+    ("ngrpo/trainers/openrlhf/second_round.py", "methods/second_rounds/test_second_rounds.py"): [
         ("if extra > room:", "if extra >= room:", "igrpo: a draft that just fits is not shown"),
     ],
-    ("ngrpo/trainers/common/policy_loss.py", "test_credits_loss.py"): [
+    ("ngrpo/trainers/common/policy_loss.py", "methods/credits/test_credits_loss.py"): [
         (
             "old_log_probs, ones, **kwargs)",
             'old_log_probs, ones, **({**kwargs, "rollout_log_probs": old_log_probs}))',
             "a penalty without the loss's importance weights",
         ),
     ],
-    ("perturbations/gates/further.py", "test_gates_state.py"): [
+    ("perturbations/gates/further.py", "perturbations/gates/test_state.py"): [
         ("step.log_total()) >= self.tau", "step.log_total()) > self.tau", "confidence: closed at τ itself"),
     ],
-    ("perturbations/gates/default.py", "test_gates.py"): [
+    ("perturbations/gates/default.py", "perturbations/gates/test_default.py"): [
         ("_MARGIN = 32", "_MARGIN = 0", "until: white space after the text hides it"),
     ],
     ("ngrpo/workbench/statistics.py", _SIGNIFICANCE): [
@@ -101,7 +101,7 @@ MUTATIONS = {
             "routing: another number of experts passes",
         ),
     ],
-    ("ngrpo/rollout/routed_experts.py", "test_routed_experts.py"): [
+    ("ngrpo/rollout/routed_experts.py", "rollout/test_routed_experts.py"): [
         ("<= _MOST_IN_A_BYTE", "< _MOST_IN_A_BYTE", "routing: 256 experts take two bytes"),
     ],
 }

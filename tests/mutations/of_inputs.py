@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Densities, sampling masks, and what is mixed."""
 
-_GRADIENT = "test_policy_gradient.py::test_the_gradient_is_the_true_one"
+_GRADIENT = "perturbations/test_policy_gradient.py::test_the_gradient_is_the_true_one"
 _LOSS = "ngrpo/trainers/common/log_probs.py"
 _STORE = "perturbations/replay/sampling_mask.py"
 _LEFT = "ngrpo/rollout/sampling_support.py"
-_MASKED = "test_mask_correction.py"
-_STORED = "test_sampling_mask_store.py"
-_MIXTURES = "test_strategies_mixtures.py"
-_SETS = "test_top_p_sets.py"
+_MASKED = "trainers/common/test_mask_correction.py"
+_STORED = "rollout/test_sampling_support.py"
+_MIXTURES = "perturbations/methods/test_strategies_mixtures.py"
+_SETS = "perturbations/test_top_tokens.py"
 
 MUTATIONS = {
-    ("perturbations/density.py", "test_density.py"): [
+    ("perturbations/density.py", "perturbations/test_density.py"): [
         ("(2.0 * scale.square())", "scale.square()", "gaussian: σ² in the place of 2 σ²"),
         ("noise.detach().clamp(low, high)", "noise", "gumbel: the noise is not clamped"),
         ("-noise - torch.exp(-noise)", "-noise - torch.exp(noise)", "gumbel: the sign in the exponential"),
@@ -20,7 +20,7 @@ MUTATIONS = {
         ("used.sum(dim=-1).clamp_min(1)", "used.shape[-1]", "the mean is over all candidates"),
         (' + require(normalizer, "edit.normalizer").unsqueeze(-1)', "", "gumbel, dirichlet: the total is missing"),
     ],
-    ("perturbations/methods/soft_grpo.py", "test_density.py"): [
+    ("perturbations/methods/soft_grpo.py", "perturbations/test_density.py"): [
         ("edit.normalizer, self.tau)", "edit.normalizer)", "gumbel: τ is missing where y comes back"),
         (
             "densities.distinct(edit.ids) & (edit.weights != 0.0)",
@@ -28,7 +28,7 @@ MUTATIONS = {
             "normal: ids that top-p cut take part",
         ),
     ],
-    ("perturbations/methods/gaussian.py", "test_density.py"): [
+    ("perturbations/methods/gaussian.py", "perturbations/test_density.py"): [
         (
             "scale = replayed.temperature / self.tau",
             "scale = 1.0 / self.tau",
@@ -42,34 +42,34 @@ MUTATIONS = {
     ("perturbations/replay/scope.py", f"{_GRADIENT}[gaussian-token-density-two-steps]"): [
         ("mixed = mixed.detach()", "mixed = mixed", "the embedding's gradient is counted twice"),
     ],
-    ("perturbations/replay/scope.py", "test_density_loss.py"): [
+    ("perturbations/replay/scope.py", "trainers/common/test_log_probs.py"): [
         ("torch.where(inside, self._rows - 1, 0)", "torch.where(inside, self._rows, 0)", "the row after the one"),
     ],
-    ("ngrpo/trainers/common/log_probs.py", "test_density_loss.py"): [
+    ("ngrpo/trainers/common/log_probs.py", "trainers/common/test_log_probs.py"): [
         ("density - density.detach()", "density", "a vector's density has a value, and so a ratio without bounds"),
         ("token_log_probs if perturbation.draws_token else", "", "a token that was drawn is not in the action"),
     ],
-    ("perturbations/methods/learned.py", "test_tarpo.py"): [
+    ("perturbations/methods/learned.py", "perturbations/methods/test_tarpo.py"): [
         ("[:, :1] == 0.0)", "[:, :1] != 0.0)", "tarpo: the other decision than was drawn"),
         (" + self.head(mixture[:0]).sum()", "", "tarpo: a rank that asked nothing has no gradient"),
     ],
     ("perturbations/replay/scope.py", f"{_GRADIENT}[tarpo-density-two-steps]"): [
         ("return states[rows]", "return states[rows].detach()", "the decision does not train the policy"),
     ],
-    ("perturbations/replay/scope.py", "test_tarpo.py"): [
+    ("perturbations/replay/scope.py", "perturbations/methods/test_tarpo.py"): [
         ("return states[rows]", "return states[rows + 1]", "the hidden state of the row after the one that decided"),
     ],
-    ("ngrpo/rollout/step_kernels.py", "test_tarpo.py"): [
+    ("ngrpo/rollout/step_kernels.py", "perturbations/methods/test_tarpo.py"): [
         (
             "logits = Logits(*map(picked, logits))",
             "logits = Logits(*map(picked, logits[:-1]), logits.hidden)",
             "the hidden states of other rows than those gated",
         ),
     ],
-    ("ngrpo/trainers/openrlhf/model_actors.py", "test_density_actor.py"): [
+    ("ngrpo/trainers/openrlhf/model_actors.py", "trainers/openrlhf/test_model_actors.py"): [
         ("densities(scope, actor.temperature,", "densities(scope, 1.0,", "the density at temperature 1"),
     ],
-    ("ngrpo/trainers/common/policy_loss.py", "test_density_actor.py"): [
+    ("ngrpo/trainers/common/policy_loss.py", "trainers/openrlhf/test_model_actors.py"): [
         (".clamp(-20.0, 20.0)", "", "the mean ratio overflows"),
     ],
     (_LOSS, _MASKED): [
@@ -102,7 +102,7 @@ MUTATIONS = {
         ("h >= self.threshold", "h <= self.threshold", "selar: acts where the model is certain"),
         ("(1.0 + h) * p", "p", "selar: nothing is added to the others"),
     ],
-    ("perturbations/methods/token_draws.py", "test_cuts.py"): [
+    ("perturbations/methods/token_draws.py", "perturbations/methods/test_cuts.py"): [
         ("probabilities >= self.delta", "probabilities >= 0.0", "cuts: no token is too unlikely"),
         ("step.uniform(ids)", "step.gumbel(ids) + values", "cuts: drawn by probability"),
     ],
@@ -123,32 +123,32 @@ MUTATIONS = {
     ("perturbations/methods/soft.py", _SETS): [
         ("torch.where(p > 0.0, ids, ids[:, :1])", "ids", "selar: a record names tokens that were cut"),
     ],
-    ("perturbations/gates/default.py", "test_gates.py"): [
+    ("perturbations/gates/default.py", "perturbations/gates/test_default.py"): [
         ("opened = allowed\n", "opened = allowed | True\n", "verdict: what top-k cut stands in the text"),
         ("opened & self.open(rows, step, first)", "opened", "verdict: thinking never ends"),
     ],
     ("perturbations/gates/further.py", _MIXTURES): [
         ("positions.generated < self.length", "positions.positions < self.length", "first: the prompt is counted"),
     ],
-    ("perturbations/gates/further.py", "test_gates_state.py"): [
+    ("perturbations/gates/further.py", "perturbations/gates/test_state.py"): [
         (">= self.tau", "< self.tau", "confidence: open where the policy wavers"),
         ("~closed & (entropy < state", "~closed & (entropy <= state", "swi: a block ends at its own entropy"),
     ],
-    ("perturbations/gates/default.py", "test_gates_state.py"): [
+    ("perturbations/gates/default.py", "perturbations/gates/test_state.py"): [
         (
             "torch.where(kept.unsqueeze(-1), state,",
             "torch.where(kept.unsqueeze(-1) | True, state,",
             "state: of lost draws",
         ),
     ],
-    ("ngrpo/rollout/step_kernels.py", "test_gates_state.py"): [
+    ("ngrpo/rollout/step_kernels.py", "perturbations/gates/test_state.py"): [
         ('fed.index_copy_(0, gated_rows, edited.recorded["fed"])', "fed[:] = True", "state: told that all is fed"),
     ],
-    ("perturbations/replay/routing.py", "test_routing.py"): [
+    ("perturbations/replay/routing.py", "perturbations/replay/test_routing.py"): [
         ("values = scores.gather(1, indices)", "values = own_choice.values", "routing: the weights of other experts"),
         ("np.full(len(array), sample,", "np.full(len(array), 0,", "routing: all experts are the first sample's"),
     ],
-    ("ngrpo/rollout/routed_experts.py", "test_routed_experts.py"): [
+    ("ngrpo/rollout/routed_experts.py", "rollout/test_routed_experts.py"): [
         (
             "counts[tokens.slots]) | tokens.drawn",
             "counts[tokens.slots])",
@@ -156,7 +156,7 @@ MUTATIONS = {
         ),
         ("before = [] if name in", "before = self._blocks[slot] if name in", "routing: blocks of before a preemption"),
     ],
-    ("ngrpo/trainers/common/sample_records.py", "test_routing.py"): [
+    ("ngrpo/trainers/common/sample_records.py", "perturbations/replay/test_routing.py"): [
         (
             "np.concatenate([kept, experts[len(kept) :]])",
             "experts",

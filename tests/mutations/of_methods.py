@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Advantages, credits, policy noises, sampling schedules and second rounds."""
 
-_FLAGS = "test_advantages_flags.py"
-_FURTHER = "test_advantages_further.py"
-_OBJECTIVES = "test_advantages_objectives.py"
-_IN_LOSS = "test_credits_by_hand.py test_credits_loss.py"
-_SECOND_ROUNDS, _SECOND_ROUNDS_TRAINING = "test_second_rounds.py", "test_second_rounds_training.py"
+_FLAGS = "config/test_advantages_flags.py"
+_FURTHER = "methods/advantages/test_advantages_further.py"
+_OBJECTIVES = "methods/advantages/test_advantages_objectives.py"
+_IN_LOSS = "methods/credits/test_credits_by_hand.py methods/credits/test_credits_loss.py"
+_SECOND_ROUNDS = "methods/second_rounds/test_second_rounds.py"
+_SECOND_ROUNDS_TRAINING = "methods/second_rounds/test_second_rounds_training.py"
 
 MUTATIONS = {
-    ("ngrpo/methods/advantages/base.py", "test_advantages.py"): [
+    ("ngrpo/methods/advantages/base.py", "methods/advantages/test_advantages.py"): [
         ("= rewards - rewards[:, :1]", "= rewards", "group_norm: the float32 mean of equal rewards is not their value"),
         ("correction=min(1, rewards.shape[1] - 1)", "correction=0", "group_norm: the deviation of a population"),
         (
@@ -17,12 +18,12 @@ MUTATIONS = {
             "overlong answers count in their groups",
         ),
     ],
-    ("ngrpo/methods/advantages/groupwise.py", "test_advantages.py"): [
+    ("ngrpo/methods/advantages/groupwise.py", "methods/advantages/test_advantages.py"): [
         (" + self.n * mean.square()", "", "ngrpo: virtual answers are missing in the deviation"),
         ("(1.0 + counts)", "(2.0 + counts)", "copo: 2 + N in place of 1 + N"),
         ("(1.0 + counts).sqrt()", "(1.0 + counts)", "copo: no square root"),
     ],
-    ("ngrpo/methods/advantages/verified.py", "test_advantages.py"): [
+    ("ngrpo/methods/advantages/verified.py", "methods/advantages/test_advantages.py"): [
         ("return rewards.clone()", "return rewards - 1.0", "psr: wrong answers count"),
         ("return rewards - 1.0", "return rewards.clone()", "nsr: correct answers count"),
         ("self.lam * rewards, rewards - 1.0", "rewards, rewards - 1.0", "w_reinforce: λ is ignored"),
@@ -38,10 +39,10 @@ MUTATIONS = {
         ('("0.16", "0.24")', '("0.24", "0.16")', "ngrpo: the clip range the wrong way round"),
         ("{self.max_reward - self._rounding:.7f}", "{self.max_reward:.7f}", "ngrpo: 0.7 is not 0.7 in float32"),
     ],
-    ("ngrpo/trainers/openrlhf/step_advantages.py", "test_advantages.py"): [
+    ("ngrpo/trainers/openrlhf/step_advantages.py", "methods/advantages/test_advantages.py"): [
         ("[self._seen[key] - 1 for key in keys]", "[self._seen[key] for key in keys]", "copo: an answer counts itself"),
     ],
-    ("ngrpo/trainers/common/mismatch.py", "test_measures.py"): [
+    ("ngrpo/trainers/common/mismatch.py", "trainers/common/test_step_metrics.py"): [
         (
             "agreed=int(record.agreed[is_counted].sum())",
             "agreed=int(record.agreed.sum())",
@@ -113,7 +114,7 @@ MUTATIONS = {
         ("term - term.detach()", "term", "the term moves the ratio"),
         ("attention_mask.shape[1] - 1 - action", "attention_mask.shape[1] - action", "the row after the token"),
     ],
-    ("ngrpo/methods/credits/token_credits.py", "test_credits.py"): [
+    ("ngrpo/methods/credits/token_credits.py", "methods/credits/test_credits.py"): [
         ("entropies.topk(", "(-entropies).topk(", "top_entropy: the smallest entropies"),
         ("/ self.kappa", "/ 2.0", "entropy_bonus: κ is missing"),
         (
@@ -122,28 +123,28 @@ MUTATIONS = {
             "first_token: a wrong answer is the best",
         ),
     ],
-    ("ngrpo/trainers/openrlhf/step_credits.py", "test_credits.py"): [
+    ("ngrpo/trainers/openrlhf/step_credits.py", "methods/credits/test_credits.py"): [
         ("maker.training_step, number) for", "maker.training_step, 0) for", "credits: all responses have one seed"),
     ],
-    ("ngrpo/trainers/openrlhf/model_actors.py", "test_credits.py"): [
+    ("ngrpo/trainers/openrlhf/model_actors.py", "methods/credits/test_credits.py"): [
         ("output.entropy[:, -log_probs.shape[1] :]", "output.entropy[:, : log_probs.shape[1]]", "of other tokens"),
     ],
-    ("ngrpo/methods/policy_noises/weight_noises.py", "test_policy_noises.py"): [
+    ("ngrpo/methods/policy_noises/weight_noises.py", "methods/policy_noises/test_policy_noises.py"): [
         ("self.end / self.start", "self.start / self.end", "aqn: σ rises"),
         ("divergence < self.target", "divergence > self.target", "psn: σ away from the target"),
     ],
-    ("ngrpo/methods/policy_noises/base.py", "test_policy_noises.py"): [
+    ("ngrpo/methods/policy_noises/base.py", "methods/policy_noises/test_policy_noises.py"): [
         ("parameter.data.copy_(clean_values[name])\n", "pass\n", "the trainer keeps the noise"),
         ('"policy noise", self.seed, sync, name', '"policy noise", self.seed, name', "the same noise in every sync"),
     ],
-    ("ngrpo/trainers/openrlhf/trainer.py", "test_policy_noises.py"): [
+    ("ngrpo/trainers/openrlhf/trainer.py", "methods/policy_noises/test_policy_noises.py"): [
         ("        self.send_weights(0.0)\n", "", "noisy evaluation"),
     ],
-    ("ngrpo/trainers/common/mismatch.py", "test_policy_noises.py"): [
+    ("ngrpo/trainers/common/mismatch.py", "methods/policy_noises/test_policy_noises.py"): [
         ("-log_ratio.mean()", "log_ratio.mean()", "the sign of the divergence"),
         ("weights.clamp(low, high)", "weights", "the mean of weights that are not cut"),
     ],
-    ("ngrpo/methods/sampling_schedules/temperatures.py", "test_sampling_schedules.py"): [
+    ("ngrpo/methods/sampling_schedules/temperatures.py", "methods/sampling_schedules/test_sampling_schedules.py"): [
         ("self.growth * s)", "self.growth)", "ead: d does not grow with the training"),
         ("at.generated < self.c", "at.generated <= self.c", "ead: one token too many at temperature 1"),
         ("self.theta / at.entropies()", "self.theta * at.entropies()", "edt: hot where the model is sure"),
@@ -151,44 +152,44 @@ MUTATIONS = {
         ("0.5 * (1.0 + math.cos(math.pi * x))", "(1.0 - x)", "e3: the target falls evenly"),
         ("(self.most / self.least) ** share", "(1.0 + (self.most / self.least - 1.0) * share)", "ladder: even steps"),
     ],
-    ("ngrpo/methods/sampling_schedules/base.py", "test_sampling_schedules.py"): [
+    ("ngrpo/methods/sampling_schedules/base.py", "methods/sampling_schedules/test_sampling_schedules.py"): [
         ("self.logits * self.temperature.unsqueeze(-1)", "self.logits", "the entropy is that at the temperature asked"),
     ],
-    ("ngrpo/config/features.py", "test_sampled_text.py"): [
+    ("ngrpo/config/features.py", "perturbations/test_sampled_text.py"): [
         ("or perturbation.samples_text:", "or True:", "weights of tokens that were not drawn from the policy"),
     ],
-    ("perturbations/testing/proposal.py", "test_sampled_text.py"): [
+    ("perturbations/testing/proposal.py", "perturbations/test_sampled_text.py"): [
         ("not perturbation.samples_text or", "True or", "a text that is not sampled passes for one that is"),
     ],
-    ("perturbations/methods/neighbor.py", "test_sampled_text.py"): [
+    ("perturbations/methods/neighbor.py", "perturbations/test_sampled_text.py"): [
         ('return self.realization == "sampled"', "return True", "the anchor passes for a sampled token"),
     ],
-    ("ngrpo/rollout/sample_tokens.py", "test_drawn_tokens.py"): [
+    ("ngrpo/rollout/sample_tokens.py", "rollout/test_sample_tokens.py"): [
         (".clamp_max(1.0 - 2.0**-24)", "", "the only token allowed may lose to token 0"),
     ],
-    ("ngrpo/rollout/perturber.py", "test_sampling_schedules_run.py"): [
+    ("ngrpo/rollout/perturber.py", "methods/sampling_schedules/test_sampling_schedules_run.py"): [
         ("store.response_numbers[slots].T", "store.response_numbers[: len(names)].T", "ladder: by row, not by slot"),
         ("applies = applies & (greedy < 0)", "pass", "greedy requests follow the schedule"),
     ],
-    ("ngrpo/trainers/openrlhf/samples_generator.py", "test_sampling_schedules_run.py"): [
+    ("ngrpo/trainers/openrlhf/samples_generator.py", "methods/sampling_schedules/test_sampling_schedules_run.py"): [
         ("max(self.rollout_round - 1, 0)", "self.rollout_round", "the first step is step 1"),
         ("schedule.evaluation or not self.evaluating", "True", "evaluations follow every schedule"),
     ],
-    ("ngrpo/trainers/openrlhf/trainer.py", "test_sampling_schedules_run.py"): [
+    ("ngrpo/trainers/openrlhf/trainer.py", "methods/sampling_schedules/test_sampling_schedules_run.py"): [
         ("[astuple(step) for step in self.past_steps]", "[]", "a resumed run forgets the first step's entropy"),
     ],
-    ("ngrpo/trainers/openrlhf/experience_maker.py", "test_sampling_schedules_run.py"): [
+    ("ngrpo/trainers/openrlhf/experience_maker.py", "methods/sampling_schedules/test_sampling_schedules_run.py"): [
         (
             "-masked(experiences, rollout_log_probs)",
             "-torch.cat([rows.flatten() for rows in rollout_log_probs])",
             "padding has an entropy",
         ),
     ],
-    ("ngrpo/trainers/common/mismatch.py", "test_correction_warmup.py"): [
+    ("ngrpo/trainers/common/mismatch.py", "config/test_correction_warmup.py"): [
         (".exp().clamp(*bounds)", ".exp()", "a weight grows beyond its bounds"),
         ("(strength * (weight - 1.0)).log1p()", "strength * weight.log()", "log weights are interpolated"),
     ],
-    ("ngrpo/trainers/openrlhf/experience_maker.py", "test_correction_warmup.py"): [
+    ("ngrpo/trainers/openrlhf/experience_maker.py", "config/test_correction_warmup.py"): [
         ("min(1.0, maker.training_step / steps)", "1.0", "the weights are whole from the first step"),
     ],
     ("ngrpo/methods/second_rounds/base.py", _SECOND_ROUNDS): [

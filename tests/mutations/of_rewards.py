@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rewards on their way to a gradient, the scorers, and what an engine and an evaluation hand over."""
 
-_CALLS, _CHECKED, _FAULTS = "test_reward_calls.py", "test_rewards.py", "test_step_faults.py"
-_FURTHER, _PAIRS = "test_advantages_further.py", "test_evaluate_math.py::test_pairs"
+_CALLS = "methods/scoring/test_reward_calls.py"
+_CHECKED = "trainers/openrlhf/test_rewards.py"
+_FAULTS = "trainers/openrlhf/test_step_faults.py"
+_FURTHER = "methods/advantages/test_advantages_further.py"
+_PAIRS = "methods/scoring/test_math_answers.py::test_pairs"
 
 MUTATIONS = {
     ("ngrpo/methods/scoring/reward_calls.py", _CALLS): [
@@ -21,10 +24,10 @@ MUTATIONS = {
         ("return None not in values", "return True", "alarms: options that may have the argument are named"),
         ("names |= {alias.asname: alias.name} if", "names |= {alias.name: alias.name} if", "alarms: a module as"),
     ],
-    ("ngrpo/methods/tasks/__init__.py", "test_evaluate_folder.py"): [
+    ("ngrpo/methods/tasks/__init__.py", "workbench/evaluate/test_evaluation.py"): [
         ("prompt + text + end, prompt", "prompt + text, prompt", "rewards: evaluation leaves the end token out"),
     ],
-    ("ngrpo/trainers/openrlhf/rewards.py", "test_advantages.py"): [
+    ("ngrpo/trainers/openrlhf/rewards.py", "methods/advantages/test_advantages.py"): [
         ("experience.rewards = rewards.reshape(count)", "experience.rewards = rewards", "rewards: a column of a model"),
     ],
     ("ngrpo/trainers/openrlhf/rewards.py", _CHECKED): [
@@ -43,26 +46,26 @@ MUTATIONS = {
         ("(further[..., 1] < 1.0)", "(further[..., 1] < 0.0)", "lens: a response without a token"),
         ("least=1e-6", "least=1e-9", "rep_exp: rounding of equal states is normalized"),
     ],
-    ("ngrpo/methods/credits/covariance.py", "test_credits.py"): [
+    ("ngrpo/methods/credits/covariance.py", "methods/credits/test_credits.py"): [
         ("prompts * responses * epochs > batch", "prompts * responses * epochs >= batch", "kl_cov: one update passes"),
     ],
-    ("ngrpo/config/features.py", "test_second_rounds_training.py"): [
+    ("ngrpo/config/features.py", "methods/second_rounds/test_second_rounds_training.py"): [
         (
             'lambda advantage: advantage.needs == "values")',
             "lambda advantage: False)",
             "spo: values of a second round's responses",
         ),
     ],
-    ("ngrpo/workbench/statistics.py", "test_significance.py"): [
+    ("ngrpo/workbench/statistics.py", "workbench/test_statistics.py"): [
         ("if not np.isfinite(table).all():", "if False:", "a difference of NaN is real"),
         ("(values >= 0.0) & (values <= 1.0)", "(values == values)", "holm: p-values beyond 1"),
     ],
-    ("ngrpo/workbench/evaluate/evaluation.py", "test_evaluate_folder.py"): [
+    ("ngrpo/workbench/evaluate/evaluation.py", "workbench/evaluate/test_evaluation.py"): [
         ("for k in DEFAULT_KS if k <= n}", "for k in DEFAULT_KS if k < n}", "evaluation: no Pass@n of n samples"),
         ("sum(perturbed) / max(1, tokens)", "sum(perturbed) / len(perturbed)", "evaluation: positions a response"),
         ('problem["correct"] == 0 for', 'problem["correct"] <= 1 for', "evaluation: solved once is never"),
     ],
-    ("ngrpo/rollout/records.py", "test_records.py"): [
+    ("ngrpo/rollout/records.py", "rollout/test_records.py"): [
         ("if len(lengths) > _LENGTHS_KEPT:", "if False:", "records: lengths without a reader pile up"),
         ("{}).pop(name, None)", "{}).get(name)", "records: a length is kept after it was told"),
         ('if "perturbation_fingerprint" not in str(error):', "if False:", "records: any error is a missing plugin"),

@@ -1,19 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Settings of a run, what they need of a machine, result folders, and an evaluation."""
 
-_HOST, _POSITIONS = "test_host_plan.py", "test_positions.py"
-_MEMORY = "test_dry_run.py::test_memory_of_a_trained_model_by_hand"
-_MEMORY += " test_dry_run.py::test_memory_of_reference_logits_and_engine_by_hand"
-_MEMORY += " test_dry_run.py::test_ray_needs_a_cpu_for_each_gpu_and_for_openrlhfs_own_processes"
-_LIMITS = "test_run_config.py::test_a_step_of_an_engine_has_room_for_a_token_of_each_response"
-_GROUPS = "test_dry_run.py::test_the_ranks_of_a_ring_have_the_same_responses"
-_GROUPS += " test_dry_run.py::test_placement_is_that_of_openrlhfs_own_program"
-_PLANS = "test_placing.py::test_plans_that_cannot_work"
-_PLANS += " test_placing.py::test_engines_of_their_own_leave_room_for_a_context"
-_FOLDER, _SAMPLES, _POLICY = "test_evaluate_folder.py", "test_report_samples.py", "test_rollout_policy.py"
+_HOST = "machine/hardware/test_host_plan.py"
+_POSITIONS = "machine/models/test_positions.py"
+_MEMORY = "commands/test_dry_run.py::test_memory_of_a_trained_model_by_hand"
+_MEMORY += " commands/test_dry_run.py::test_memory_of_reference_logits_and_engine_by_hand"
+_MEMORY += " commands/test_dry_run.py::test_ray_needs_a_cpu_for_each_gpu_and_for_openrlhfs_own_processes"
+_LIMITS = "config/test_run.py::test_a_step_of_an_engine_has_room_for_a_token_of_each_response"
+_GROUPS = "commands/test_dry_run.py::test_the_ranks_of_a_ring_have_the_same_responses"
+_GROUPS += " commands/test_dry_run.py::test_placement_is_that_of_openrlhfs_own_program"
+_PLANS = "machine/upstream/test_placement.py::test_plans_that_cannot_work"
+_PLANS += " machine/upstream/test_placement.py::test_engines_of_their_own_leave_room_for_a_context"
+_FOLDER = "workbench/evaluate/test_evaluation.py"
+_SAMPLES = "workbench/evaluate/test_sample_comparison.py"
+_POLICY = "workbench/evaluate/test_engine.py"
 
 MUTATIONS = {
-    ("ngrpo/config/parse.py", "test_train_file.py"): [
+    ("ngrpo/config/parse.py", "commands/test_train.py"): [
         (
             '            booleans.pop(f"--{key}", None)  # of an earlier file\n',
             "",
@@ -29,7 +32,7 @@ MUTATIONS = {
     ("ngrpo/config/parse.py", _LIMITS): [
         ("if responses > tokens:", "if responses >= tokens:", "limits: as many tokens as responses"),
     ],
-    ("ngrpo/config/arms.py", "test_arms.py"): [
+    ("ngrpo/config/arms.py", "config/test_arms.py"): [
         (
             'key=lambda option: option.count("."))',
             'key=lambda option: -option.count("."))',
@@ -47,7 +50,7 @@ MUTATIONS = {
             "arms: others by a flag are the same",
         ),
     ],
-    ("ngrpo/config/stretches.py", "test_stretches.py"): [
+    ("ngrpo/config/stretches.py", "config/test_stretches.py"): [
         ('if stretch["first_step"] <= step]', 'if stretch["first_step"] < step]', "stretches: one of a single step"),
         ("not (name in before and name in after)", "False", "stretches: the content of another file is a change"),
         ('"first_step": step + 1, "settings"', '"first_step": step, "settings"', "stretches: a step early"),
@@ -57,7 +60,7 @@ MUTATIONS = {
             "stretches: a folder by two names",
         ),
     ],
-    ("ngrpo/config/verl_lines.py", "test_verl_lines.py"): [
+    ("ngrpo/config/verl_lines.py", "config/test_verl_lines.py"): [
         ("max(batch // responses_per_prompt, 1)", "max(batch, 1)", "verl: responses for prompts"),
         (
             "    if flags.has(_KL_LOSS):\n",
@@ -66,7 +69,7 @@ MUTATIONS = {
         ),
         ('if name == "name" or defaults.get(name) != value}', "if True}", "verl: options at their defaults"),
     ],
-    ("ngrpo/config/flag_checks.py", "test_placing.py::TestRows"): [
+    ("ngrpo/config/flag_checks.py", "machine/upstream/test_placement.py::TestRows"): [
         (
             "return min(limit, sum(min(limit, count) for count in counts))",
             "return sum(min(limit, count) for count in counts)",
@@ -109,13 +112,13 @@ MUTATIONS = {
         ('set(layers) == {"sliding_attention"}', '"sliding_attention" in layers', "window: some layers for all"),
         ("scale not in (None, 1.0) and", "scale is not None and", "logit_scale of 1"),
     ],
-    ("ngrpo/machine/storage/datafiles.py", "test_datafiles.py"): [
+    ("ngrpo/machine/storage/datafiles.py", "machine/storage/test_datafiles.py"): [
         ('encoding="utf-8-sig"', 'encoding="utf-8"', "rows: Excel's byte order mark"),
         ("if isinstance(value, float) and value.is_integer():", "if False:", "labels: 7.0 is no 7"),
         ("    if len(row) < len(pairs):\n", "    if False:\n", "rows: a key twice"),
         ("return value is None or value != value", "return value is None", "rows: pandas' NaN is a label"),
     ],
-    ("ngrpo/machine/storage/result_folder.py", "test_result_folder.py"): [
+    ("ngrpo/machine/storage/result_folder.py", "machine/storage/test_result_folder.py"): [
         ("value.pop(_CHECKSUM) == _checksum(value)", "value.pop(_CHECKSUM)", "results: any checksum"),
         (
             "                    file.truncate(len(data) - len(tail))",
@@ -125,7 +128,7 @@ MUTATIONS = {
         ("row.keys() >= set(keys)", "True", "results: lines without their keys"),
         ("if new and [entry.name", "if [entry.name", "results: a user's empty folder is removed"),
     ],
-    ("ngrpo/machine/models/packaged.py", "test_models.py"): [
+    ("ngrpo/machine/models/packaged.py", "machine/models/test_packaged.py"): [
         (
             "        if folder.is_dir():  # another process",
             "        if False:  # another process",
@@ -146,7 +149,7 @@ MUTATIONS = {
         ),
         ('split = args["ds.ring_attn_size"] * args', "split = args", "placement: ranks of a ring train apart"),
     ],
-    ("ngrpo/machine/hardware/surroundings.py", "test_surroundings.py"): [
+    ("ngrpo/machine/hardware/surroundings.py", "machine/hardware/test_surroundings.py"): [
         ('used = len(folder.rstrip("/").encode())', 'used = len(folder.rstrip("/"))', "sockets: characters for bytes"),
         ('room = _SOCKET_BYTES - len(f"/{name}")', "room = _SOCKET_BYTES", "sockets: the name itself"),
         ("in (path, *path.absolute().parents)", "in path.absolute().parents", "caches: the folder itself is not tried"),

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """A rollout step as a graph, its records on their way to the host, the embedding's override, neighbor indices."""
 
-_GRAPHS = "test_step_graphs.py::test_a_step_has_its_own_greedy_tokens_and_temperatures"
-_GRAPHS += " test_step_graphs.py::test_the_tokens_of_a_step_are_out_of_reach_of_the_next_replay"
-_GRAPHS += " test_step_graphs.py::test_a_buffer_of_another_stride_ends_the_graphs_that_read_the_old_one"
-_GRAPHS += " test_step_graphs.py::test_a_graph_has_the_bits_of_its_parts"
-_MOVED = "test_step_graphs.py::test_a_state_that_has_moved_is_captured_anew"
-_MOVED_OUTPUT = "test_step_graphs.py::test_an_output_layer_that_has_moved_is_captured_anew"
-_OUTSIDE = "test_step_graphs.py::test_what_reads_logits_or_hidden_states_keeps_the_logits_outside"
-_RECORDS = "test_step_records.py"
-_NEIGHBORS, _HNSW = "test_neighbors.py", "test_neighbors_hnsw.py"
+_GRAPHS = "rollout/test_step_graphs.py::test_a_step_has_its_own_greedy_tokens_and_temperatures"
+_GRAPHS += " rollout/test_step_graphs.py::test_the_tokens_of_a_step_are_out_of_reach_of_the_next_replay"
+_GRAPHS += " rollout/test_step_graphs.py::test_a_buffer_of_another_stride_ends_the_graphs_that_read_the_old_one"
+_GRAPHS += " rollout/test_step_graphs.py::test_a_graph_has_the_bits_of_its_parts"
+_MOVED = "rollout/test_step_graphs.py::test_a_state_that_has_moved_is_captured_anew"
+_MOVED_OUTPUT = "rollout/test_step_graphs.py::test_an_output_layer_that_has_moved_is_captured_anew"
+_OUTSIDE = "rollout/test_step_graphs.py::test_what_reads_logits_or_hidden_states_keeps_the_logits_outside"
+_RECORDS = "rollout/test_step_records.py"
+_NEIGHBORS, _HNSW = "perturbations/neighbors/test_exact.py", "perturbations/neighbors/test_hnsw.py"
 
 MUTATIONS = {
     ("ngrpo/rollout/step_graphs.py", _MOVED): [
@@ -46,7 +46,7 @@ MUTATIONS = {
         ("perturbation.reads_hidden or masks is not None", "masks is not None", "graphs: hidden states that are read"),
         ("masks is not None or schedule is not None\n", "schedule is not None\n", "graphs: logits that masks need"),
     ],
-    ("ngrpo/rollout/output_layer.py", "test_output_layer.py"): [
+    ("ngrpo/rollout/output_layer.py", "rollout/test_output_layer.py"): [
         (
             "            self._left_to_graph = False\n            self._hidden = None\n",
             "            pass\n",
@@ -58,7 +58,7 @@ MUTATIONS = {
             "output layer: several ranks",
         ),
     ],
-    ("ngrpo/rollout/runners.py", "test_output_layer.py"): [
+    ("ngrpo/rollout/runners.py", "rollout/test_output_layer.py"): [
         ("if grammar_output is not None or not perturber", "if not perturber", "logits in a graph: a grammar"),
         ("reports_log_probs or states.any_greedy", "states.any_greedy", "logits in a graph: log-probabilities"),
         ("if seen != (perturber, perturber.composition):", "if seen is None:", "logits in a graph: another batch"),
@@ -84,7 +84,7 @@ MUTATIONS = {
     ("ngrpo/rollout/async_scheduling.py", _RECORDS): [
         ("                note.buffer.give_back()\n", "                pass\n", "notes: buffers are never used again"),
     ],
-    ("ngrpo/rollout/async_scheduling.py", "test_notes.py"): [
+    ("ngrpo/rollout/async_scheduling.py", "rollout/test_async_scheduling.py"): [
         (
             "if consecutive and not self._continues(step):",
             "if False:",
@@ -100,7 +100,7 @@ MUTATIONS = {
         ("wait=self._stored + len(arrived) < until", "wait=False", "notes: nothing is waited for"),
         ("if event is not None and not event.query():", "if False:", "uploads: a buffer in use"),
     ],
-    ("ngrpo/rollout/input_override.py", "test_input_override.py"): [
+    ("ngrpo/rollout/input_override.py", "rollout/test_input_override.py"): [
         (
             "        self.clear_drawn()\n        self.drawn_fed",
             "        self.drawn_fed",
@@ -116,7 +116,7 @@ MUTATIONS = {
         ),
         ("        self._module.override_sources.fill_(PLAIN)\n", "", "override: acts inside an encoder"),
     ],
-    ("ngrpo/rollout/records.py", "test_records.py"): [
+    ("ngrpo/rollout/records.py", "rollout/test_records.py"): [
         ("expected is not None and fingerprint != expected", "False", "records: another perturbation on a worker"),
         (
             "truncate(trajectory.record.prompt_tokens + generated)",
@@ -146,7 +146,7 @@ MUTATIONS = {
             "exact: cosine of zero is 0",
         ),
     ],
-    ("perturbations/neighbors/exact.py", "test_neighbors_ranks.py"): [
+    ("perturbations/neighbors/exact.py", "perturbations/neighbors/test_ranks.py"): [
         ("neighbors += self._shard.first", "neighbors += 0", "exact: ids of a rank's own rows"),
         (
             "is_local = (own_columns >= 0) &",
@@ -177,7 +177,7 @@ MUTATIONS = {
             "hnsw: hubs by cosine",
         ),
     ],
-    ("perturbations/neighbors/words.py", "test_neighbors_words.py"): [
+    ("perturbations/neighbors/words.py", "perturbations/neighbors/test_words.py"): [
         ("        if len(short_rows):\n", "        if False:\n", "words: too few others among the nearest"),
         ("if _REPLACEMENT not in text:", "if True:", "words: parts of characters are one word"),
         (
@@ -186,7 +186,7 @@ MUTATIONS = {
             "words: padding is a word",
         ),
     ],
-    ("perturbations/neighbors/refresh.py", "test_neighbors_refresh.py"): [
+    ("perturbations/neighbors/refresh.py", "perturbations/neighbors/test_refresh.py"): [
         (
             "                changed = changed[:followed_before]",
             "                pass",

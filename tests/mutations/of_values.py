@@ -1,32 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gradients, and lines that one value of one test holds."""
 
-_DRAWN = "test_drawn_tokens.py"
+_DRAWN = "rollout/test_sample_tokens.py"
 
 MUTATIONS = {
-    ("perturbations/methods/gaussian.py", "test_score_error.py::test_the_score_of_a_drawn_vector_is_not_drowned"): [
+    (
+        "perturbations/methods/gaussian.py",
+        "benchmarks/test_score_error.py::test_the_score_of_a_drawn_vector_is_not_drowned",
+    ): [
         (
             "densities.gaussian(noise, mean - mean.detach(), sigma)",
             "densities.gaussian(realise(edit, lookup, keys).float().detach(), mean, sigma)",
             "gaussian: the noise is a difference of what rollout and trainer computed",
         ),
     ],
-    ("perturbations/methods/gaussian.py", "test_density.py"): [
+    ("perturbations/methods/gaussian.py", "perturbations/test_density.py"): [
         ("sigma.unsqueeze(-1) * streams.normal", "streams.normal", "gaussian: the noise without its scale"),
     ],
-    ("perturbations/methods/soft_grpo.py", "test_score_error.py::test_no_density_is_drowned_and_differences_are"): [
+    (
+        "perturbations/methods/soft_grpo.py",
+        "benchmarks/test_score_error.py::test_no_density_is_drowned_and_differences_are",
+    ): [
         ("distinct, gumbels)", "distinct)", "gumbel: rounding decides whether clamped noise has a gradient"),
     ],
-    ("perturbations/methods/soft_grpo.py", "test_density.py"): [
+    ("perturbations/methods/soft_grpo.py", "perturbations/test_density.py"): [
         ("(gumbels >= high) & ~below", "gumbels > 1e9", "gumbel: noise clamped from above counts as drawn"),
         ("probabilities.detach() + densities", "edit.weights + densities", "normal: another mean than its own"),
     ],
-    ("perturbations/density.py", "test_density.py"): [
+    ("perturbations/density.py", "perturbations/test_density.py"): [
         ("torch.where(below, -exp_minus_noise,", "torch.where(below, -noise,", "exact: noise below a bound"),
         ("seen = kept & (weights >= SMALLEST)", "seen = kept", "exact: a lost weight counts as seen"),
         (".clamp(*_FINITE_NOISE)", "", "censored noise has no bounds"),
     ],
-    ("perturbations/methods/latent.py", "test_density.py"): [
+    ("perturbations/methods/latent.py", "perturbations/test_density.py"): [
         (
             "- log_p_of_mixed) / self.scale + low",
             "- log_p_of_mixed) / self.scale",
@@ -34,40 +40,43 @@ MUTATIONS = {
         ),
         ("log_density + densities", "log_density + 0.0 * densities", "latent, exact: the tokens not mixed are missing"),
     ],
-    ("perturbations/replay/scope.py", "test_density_loss.py"): [
+    ("perturbations/replay/scope.py", "trainers/common/test_log_probs.py"): [
         ("candidates = candidates.detach()", "candidates = candidates", "constant inputs have a gradient"),
         ("shape[1] - (shape[1] - count)", "shape[1] - (shape[1] - count) - 1", "a score stands at the token before"),
     ],
-    ("ngrpo/trainers/common/log_probs.py", "test_loss_entry.py::test_the_kl_term_is_the_tokens_in_gradient"): [
+    (
+        "ngrpo/trainers/common/log_probs.py",
+        "trainers/common/test_policy_loss.py::test_the_kl_term_is_the_tokens_in_gradient",
+    ): [
         (
             "self._score_density = torch.where(inside, density, 0.0)",
             "self._score_density, action = torch.where(inside, density, 0.0), action + density - density.detach()",
             "the KL term has the gradient of a density",
         ),
     ],
-    ("ngrpo/config/features.py", "test_loss_entry.py"): [
+    ("ngrpo/config/features.py", "trainers/common/test_policy_loss.py"): [
         ("perturbation.score_only and not perturbation.draws_token", "False", "a KL term without a token"),
     ],
-    ("perturbations/parameters.py", "test_loss_entry.py"): [
+    ("perturbations/parameters.py", "trainers/common/test_policy_loss.py"): [
         ('in ("head", "both")', 'in ("head",)', "freezing both leaves the head out"),
     ],
-    ("ngrpo/methods/credits/token_credits.py", "test_credits.py"): [
+    ("ngrpo/methods/credits/token_credits.py", "methods/credits/test_credits.py"): [
         (
             "_, groups = tokens.groups[first_tokens].unique(return_inverse=True)",
             "groups = tokens.groups[first_tokens]",
             "first_token: an empty answer before the last group aborts the step",
         ),
     ],
-    ("ngrpo/trainers/verl/overrides.py", "test_advantages.py"): [
+    ("ngrpo/trainers/verl/overrides.py", "methods/advantages/test_advantages.py"): [
         ("token_level_rewards.sum(dim=-1)", "token_level_rewards[:, -1]", "verl: the reward of the last column"),
     ],
-    ("ngrpo/trainers/verl/overrides.py", "test_step_faults.py"): [
+    ("ngrpo/trainers/verl/overrides.py", "trainers/openrlhf/test_step_faults.py"): [
         ("(index == group) & trained", "index == group", "verl: a response without a trained token is in its group"),
     ],
-    ("ngrpo/trainers/openrlhf/step_advantages.py", "test_step_faults.py"): [
+    ("ngrpo/trainers/openrlhf/step_advantages.py", "trainers/openrlhf/test_step_faults.py"): [
         ("if values.amin() == values.amax():", "if False:", "equal advantages keep their rounding"),
     ],
-    ("ngrpo/workbench/compare/results.py", "test_compare_results.py"): [
+    ("ngrpo/workbench/compare/results.py", "workbench/compare/test_results.py"): [
         (
             "if not all(measure in run for run in runs):",
             "if sum(measure in run for run in ours) != sum(measure in run for run in baseline):",
@@ -75,10 +84,10 @@ MUTATIONS = {
         ),
         ('run["steps"][1:] or run["steps"]', 'run["steps"]', "the warm-up step has a speed"),
     ],
-    ("perturbations/replay/scope.py", "test_hrpo.py"): [
+    ("perturbations/replay/scope.py", "perturbations/methods/test_hrpo.py"): [
         ("if module is None or scale == 1.0:", "if True:", "a module is fed scaled embeddings"),
     ],
-    ("perturbations/replay/scope.py", "test_replay.py"): [
+    ("perturbations/replay/scope.py", "perturbations/replay/test_scope.py"): [
         (
             'widened(record.weights, "constant")',
             'widened(record.weights, "edge")',
@@ -90,7 +99,7 @@ MUTATIONS = {
             "a record without noise beside one with it has noise",
         ),
     ],
-    ("ngrpo/rollout/runners.py", "test_sampling_schedules_run.py"): [
+    ("ngrpo/rollout/runners.py", "methods/sampling_schedules/test_sampling_schedules_run.py"): [
         (
             "div_(factor.unsqueeze(-1))\n            temperature = temperature * factor",
             "div_(factor.unsqueeze(-1))",
@@ -112,32 +121,32 @@ MUTATIONS = {
             "a cut token is proposed",
         ),
     ],
-    ("perturbations/seeds.py", "test_requests.py"): [
+    ("perturbations/seeds.py", "rollout/test_requests.py"): [
         ("trajectory_seed(perturbation, engine) &", "trajectory_seed(perturbation) &", "engines share their seeds"),
     ],
-    ("perturbations/gates/default.py", "test_gates.py"): [
+    ("perturbations/gates/default.py", "perturbations/gates/test_default.py"): [
         ("step.positions <= self._ended[rows]", "step.positions < self._ended[rows]", "until: the end is drawn again"),
     ],
-    ("perturbations/streams.py", "test_streams.py"): [
+    ("perturbations/streams.py", "perturbations/test_streams.py"): [
         (".clamp_max(1.0 - 2.0**-24)", "", "an exponential draw may be infinite"),
     ],
-    ("perturbations/neighbors/refresh.py", "test_neighbors_refresh.py"): [
+    ("perturbations/neighbors/refresh.py", "perturbations/neighbors/test_refresh.py"): [
         ("self._every != 1", "self._every not in (None, 1)", "never: sets of the live matrix"),
     ],
-    ("ngrpo/workbench/compare/results.py", "test_significance.py"): [
+    ("ngrpo/workbench/compare/results.py", "workbench/test_statistics.py"): [
         (
             "value == 0.0 and all_equal",
             "value >= 0.0 and all_equal",
             "verdict: a difference without an interval is none",
         ),
     ],
-    ("ngrpo/workbench/statistics.py", "test_significance.py"): [
+    ("ngrpo/workbench/statistics.py", "workbench/test_statistics.py"): [
         ("low <= 0.0 <= high", "low < 0.0 < high", "bootstrap: 0 at the end of an interval"),
     ],
-    ("ngrpo/workbench/evaluate/sample_comparison.py", "test_report_samples.py"): [
+    ("ngrpo/workbench/evaluate/sample_comparison.py", "workbench/evaluate/test_sample_comparison.py"): [
         ("right / m >= tau", "right / m > tau", "cover: exactly the share is too few"),
     ],
-    ("perturbations/replay/trajectory.py", "test_record_bytes.py"): [
+    ("perturbations/replay/trajectory.py", "perturbations/replay/test_trajectory.py"): [
         ("highest >= vocabulary", "highest > vocabulary", "replay: token V is one of V tokens"),
     ],
 }

@@ -17,7 +17,7 @@ from ngrpo import patches
 from ngrpo.config.run import RunConfig, Sampling, begin
 from ngrpo.machine.upstream import patch
 from ngrpo.methods.advantages import compute, create
-from tests.own_process import run_module
+from tests.support.own_process import run_module
 
 SIZE = 4
 # Prompts a (one right), b (all wrong), c (all right). An answer's tokens are its place, so a place can be read off.

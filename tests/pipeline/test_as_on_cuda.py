@@ -13,7 +13,7 @@ import pytest
 
 from tests.pipeline.as_on_cuda import rehearse
 from tests.pipeline.harness import GAP, LOUD
-from tests.tiny_folder import tiny_folder
+from tests.support.tiny_folder import tiny_folder
 
 NCCL = ["--vllm.sync_backend", "nccl"]
 HYBRID = [*NCCL, "--train.colocate_all", "--vllm.enable_sleep", "--ds.enable_sleep"]

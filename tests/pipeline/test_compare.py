@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.own_process import UNCOMPILED
 from tests.pipeline.harness import ROOT, assert_nothing_runs, begun, small
+from tests.support.own_process import UNCOMPILED
 
 BROKEN = "raise RuntimeError('no reward today')\n\n\ndef reward_func(queries, prompts, labels):\n    return 0\n"
 # Random answers are never right: a reward in which they differ shows whether two runs are equal.

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.own_process import NO_VISION, with_vision
 from tests.pipeline.harness import GAP, LOUD, ROOT, SMALL, train
+from tests.support.own_process import NO_VISION, with_vision
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(NO_VISION, reason="torchvision is missing: make vision")]
 MAKE = "from benchmarks.models import pictures; import sys; from pathlib import Path;"

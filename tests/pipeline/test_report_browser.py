@@ -6,9 +6,9 @@ from collections.abc import Iterator
 import pytest
 
 from ngrpo.workbench.report import write_report
-from tests import chromium
-from tests.chromium import Chromium
-from tests.report_example import STRATEGIES, example, groups
+from tests.support import chromium
+from tests.support.chromium import Chromium
+from tests.support.report_example import STRATEGIES, example, groups
 
 DESKTOP, PHONE = (1280, 900), (360, 740)
 # Everything in the open: what is folded away must fit, too.

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.pipeline.harness import GAP, LOUD, assert_nothing_runs, train
-from tests.tiny_folder import tiny_folder
+from tests.support.tiny_folder import tiny_folder
 
 pytestmark = pytest.mark.slow
 

@@ -15,7 +15,7 @@ from ngrpo.rollout.records import take_finished
 from perturbations import ReplayRecord, replaying
 from perturbations.replay.sampling_mask import SamplingMask
 from perturbations.replay.trajectory import FinishedTrajectory
-from tests.token_log_probs import log_probs_of
+from tests.support.token_log_probs import log_probs_of
 
 QUESTIONS = [
     "What is 7 plus 5?",

@@ -13,8 +13,8 @@ from perturbations import create, parameters
 from perturbations.methods.learned import TARPO
 from perturbations.replay.scope import LastHidden, ReplayScope
 from perturbations.step import Step
-from tests.fast.density_model import hooked
 from tests.stack.harness import Rollout
+from tests.support.density_model import hooked
 
 Decisions = dict[tuple[int, int], list[float]]
 """log π of both decisions by (seed of the trajectory, position)."""

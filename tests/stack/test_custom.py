@@ -14,8 +14,8 @@ import torch
 
 from ngrpo.rollout import set_perturbation
 from perturbations import replaying
-from tests.own_process import UNCOMPILED
 from tests.stack.harness import Rollout, chat_prompts, gaps, sample
+from tests.support.own_process import UNCOMPILED
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.own_process import RESULT, result_of
+from tests.support.own_process import RESULT, result_of
 
 pytestmark = pytest.mark.slow
 SAMPLES, TOKENS = 8, 24

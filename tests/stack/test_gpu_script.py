@@ -14,7 +14,7 @@ import pytest
 from benchmarks.exactness import in_tree
 from benchmarks.gpu.stages import stages
 from tests.conftest import ROOT
-from tests.own_process import UNCOMPILED
+from tests.support.own_process import UNCOMPILED
 
 # A training, and engines whose exactness test_v2.py and test_tensor_parallel.py show.
 LONG = ["exact", "exact-v2", "two-ranks", "training"]

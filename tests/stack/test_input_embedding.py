@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ngrpo.rollout.check_texts import reads_tokens_elsewhere
 from ngrpo.rollout.input_override import InputOverride, find_input_embedding, tables_of_text
 from perturbations.errors import UsageError
-from tests.replaced_rows import replace_rows
+from tests.support.replaced_rows import replace_rows
 
 V, D = 16, 4
 

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.cuda_without_gpu.interpreted import PLANS, TOLERANCE
 from benchmarks.exactness import in_tree
-from tests.own_process import result_of
+from tests.support.own_process import result_of
 
 # What each perturbation's decode step consists of; `_mixed_rows` reads rows of the embedding.
 OF_EVERY_GRAPH = {"keyed", "draw", "proposed_everywhere", "realised", "packed"}

@@ -12,11 +12,11 @@ pytest.importorskip("peft")
 from ngrpo.machine.models import lora
 from ngrpo.rollout import set_perturbation
 from perturbations import create, parameters, replaying
-from tests.fast import lora_models
-from tests.fast.lora_models import adapted
 from tests.stack.harness import DISTURBED, Rollout, build_engine, feeds_its_text, gaps, load_in_float32, sample
 from tests.stack.tiny_models import FORMS, tiny_model
 from tests.stack.v2_rollout import PERTURBATIONS
+from tests.support import lora_models
+from tests.support.lora_models import adapted
 
 EVERY = {**PERTURBATIONS, "tarpo": {"density": "token"}}
 PROMPTS = [[40 + i, 77, 130, 201 + i, 350, 12] for i in range(4)]

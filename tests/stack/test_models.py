@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks.models.case import verdict
-from tests.own_process import NO_VISION, run_module, with_vision
+from tests.support.own_process import NO_VISION, run_module, with_vision
 
 FORMS = {
     "plain": "qwen3",

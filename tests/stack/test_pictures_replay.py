@@ -12,7 +12,7 @@ from ngrpo.trainers.openrlhf.pictures import key_of as pictures_key
 from perturbations import replaying
 from perturbations.replay import ReplayRecord
 from perturbations.replay.trajectory import FinishedTrajectory
-from tests.replaced_rows import replace_rows
+from tests.support.replaced_rows import replace_rows
 
 START, PAD, END, VIDEO = 90, 91, 92, 93
 PROMPT = [5, 6, START, PAD, PAD, PAD, PAD, END, 7, 8]

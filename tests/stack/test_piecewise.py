@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.own_process import RESULT, result_of
+from tests.support.own_process import RESULT, result_of
 
 SPEC = {"name": "gaussian", "rate": 0.5}
 

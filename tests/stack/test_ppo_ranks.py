@@ -20,8 +20,8 @@ import pytest
 
 from ngrpo.config import flag_checks
 from ngrpo.machine.upstream.openrlhf_flags import Flags, parsed
-from tests.own_process import RESULT, run_two_ranks
-from tests.tiny_folder import tiny_folder
+from tests.support.own_process import RESULT, run_two_ranks
+from tests.support.tiny_folder import tiny_folder
 
 HANGS = "Timed out waiting"
 

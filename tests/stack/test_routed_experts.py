@@ -14,9 +14,9 @@ from ngrpo.trainers.common.sample_records import Conversation
 from perturbations import replaying
 from perturbations.replay.routing import RoutingScope
 from perturbations.replay.trajectory import FinishedTrajectory
-from tests.own_process import run_module
 from tests.stack.harness import CROWDED, DISTURBED, build_engine, load_in_float32, note_preemptions, sample, sync
 from tests.stack.tiny_models import tie_experts, tiny_model
+from tests.support.own_process import run_module
 
 Answer = tuple[list[int], list[int], FinishedTrajectory]
 NEIGHBOR: dict[str, Any] = {"name": "neighbor", "rate": 0.5, "mix_temperature": 3.0}

@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tests.own_process import RESULT, result_of
-from tests.tiny_folder import tiny_folder
+from tests.support.own_process import RESULT, result_of
+from tests.support.tiny_folder import tiny_folder
 
 
 def test_two_ranks(tmp_path: Path, smollm2: str) -> None:

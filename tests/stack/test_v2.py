@@ -15,11 +15,11 @@ import pytest
 import torch
 
 from perturbations import available, create, parameters
-from tests.own_process import run_module
 from tests.stack.harness import Rollout, assert_same, feeds_its_text, gaps
 from tests.stack.routed import compare, shaken
 from tests.stack.schedule_truth import scheduled_gaps
 from tests.stack.v2_rollout import PERTURBATIONS, SAMPLING, SCHEDULES, STOPS, TOKENS, share_of
+from tests.support.own_process import run_module
 
 
 class Rolled:

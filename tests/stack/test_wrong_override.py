@@ -23,9 +23,9 @@ from ngrpo.rollout.check_texts import CheckFailure
 from ngrpo.rollout.input_override import PLAIN, InputOverride
 from ngrpo.trainers.common.mismatch import GapScale, ReplayGap, step_metrics
 from perturbations.replay.trajectory import FinishedTrajectory
-from tests.own_process import run_module
 from tests.stack.harness import build_engine, gaps, replay_log_probs, sample
 from tests.stack.tiny_models import FORMS, HIDDEN, tiny_model
+from tests.support.own_process import run_module
 
 _ORIGINAL = {name: vars(InputOverride)[name] for name in ("lay_out", "put_drawn", "store_edits")}
 

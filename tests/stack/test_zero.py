@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 
 from perturbations import ReplayRecord, create, parameters
-from tests.fast.density_model import EVERY, hooked, name_of, record_of
-from tests.fast.density_steps import a_step, likely
-from tests.fast.replay_examples import small
-from tests.own_process import run_two_ranks
+from tests.support.density_model import EVERY, hooked, name_of, record_of
+from tests.support.density_steps import a_step, likely
+from tests.support.own_process import run_two_ranks
+from tests.support.replay_examples import small
 
 # Which of two ranks have perturbed positions. Ranks that make other calls, or reduce other parameters, would hang.
 PERTURBED = ((True, False), (False, True), (False, False), (True, True))

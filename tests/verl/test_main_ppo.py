@@ -16,7 +16,7 @@ import pytest
 pytest.importorskip("verl", reason="needs verl: make test-verl")
 
 from ngrpo.config.verl_lines import of_perturbation
-from tests.tiny_folder import tiny_folder
+from tests.support.tiny_folder import tiny_folder
 
 NEIGHBOR = {"name": "neighbor", "rate": 0.5, "mix_temperature": 3.0}
 GAUSSIAN = {"name": "gaussian", "rate": 0.5}

@@ -29,7 +29,7 @@ from ngrpo.trainers.verl.replaying_engine import KEY, TOKEN_LOG_PROBS, Replaying
 from perturbations import ReplayRecord, registry, replaying
 from perturbations.replay.scope import ReplayScope
 from perturbations.replay.trajectory import FinishedTrajectory
-from tests.tiny_folder import tiny_folder
+from tests.support.tiny_folder import tiny_folder
 
 VOCABULARY = 199
 NEIGHBOR = {"name": "neighbor", "rate": 0.5}

@@ -20,7 +20,7 @@ from perturbations.errors import UsageError
 
 # Bytes of one logit: in the parameters' type and in float32 (models/actor.py). In the backward pass of OpenRLHF's
 # log-probabilities without flash-attn, its softmax, the gradient and a copy of it join the float32 ones. Both measured
-# (tests/fast/test_memory_profile.py).
+# (tests/fast/machine/hardware/test_gpu_plan.py).
 _LOGIT, _LOGIT_WITH_GRADIENT = 2 + 4, 16
 # DeepSpeed 0.19.6's buffer for the gradients that ranks exchange, 5e8 of 2 bytes whatever the model's size.
 _BUCKET = 2 * 500_000_000

@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The script that tries releases of vLLM: what it would run exists, and the docs have its table."""
+
+import json
+import re
+from pathlib import Path
+
+from benchmarks import matrix
+from ngrpo.machine.upstream import versions
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def test_every_supported_release_is_in_it() -> None:
+    first, last = (int(end.removeprefix("0.")) for end in versions.VLLM.split(" to "))
+    minors = sorted(int(release.split(".")[1]) for release in matrix.RELEASES)
+    assert minors == list(range(first, last + 1)) and all(map(versions.is_supported_vllm, matrix.RELEASES))
+    assert versions.VLLM_LAST in matrix.RELEASES
+    beyond = [f"0.{minor}.0" for minor in range(last + 1, int(versions.VLLM_OF_ROLLOUTS.rpartition(".")[2]) + 1)]
+    assert tuple(beyond) == matrix.ROLLOUT_ONLY and all(map(versions.has_rollouts, beyond))
+    assert not versions.has_rollouts("0.33.0") and not any(map(versions.is_supported_vllm, beyond))
+
+
+def test_the_docs_have_its_table() -> None:
+    results = json.loads(matrix.RESULT.read_text())
+    assert set(results) <= {*matrix.RELEASES, *matrix.ROLLOUT_ONLY}
+    text = (ROOT / "docs" / "install.md").read_text()
+    assert matrix.table(results) in text
+    shown = re.findall(r"^\| (0\.\d+\.\d+) \|", text, re.MULTILINE)
+    assert set(shown) == set(results)

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a checkpoint holds beside OpenRLHF's own states. Whole runs that are killed: tests/pipeline/test_faults.py."""
+
+import pickle
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ngrpo.config import flag_checks
+from ngrpo.machine.upstream.openrlhf_flags import Flags
+from ngrpo.trainers.openrlhf.step_advantages import Visits
+from ngrpo.trainers.openrlhf.trainer import generate_samples_actor
+from ngrpo.trainers.openrlhf.trainer import trainer as our_trainer
+from perturbations.errors import UsageError
+from tests.support.openrlhf_doubles import LOGGED, makers_state
+from tests.support.run import run_of
+
+
+class Trainer:
+    """As OpenRLHF's PPOTrainer: a checkpoint is what it was last given."""
+
+    saved: Any = None
+    tensorboard_logger = None
+    args = SimpleNamespace(train=SimpleNamespace(num_episodes=1), rollout=SimpleNamespace(batch_size=2))
+    prompts_dataloader = range(8)
+
+    def __init__(self) -> None:
+        self.samples_generator, self.experience_maker = SimpleNamespace(), makers_state()
+
+    def save_logs_and_checkpoints(self, global_step: int, logs_dict: Any = None, client_states: Any = None) -> None:
+        Trainer.saved = pickle.dumps(client_states)
+
+    def init_checkpoint_states(self) -> Any:
+        return pickle.loads(self.saved)
+
+
+def test_round_and_counts_go_on() -> None:
+    first, second = our_trainer(Trainer)(), our_trainer(Trainer)()
+    first.samples_generator.rollout_round = 7
+    first.experience_maker.visits = Visits()
+    first.experience_maker.visits.visit(["p", "p"], ["1", "2"])
+    first.save_logs_and_checkpoints(7, LOGGED, {"global_step": 7, "data_loader_state_dict": {}})
+    states = second.init_checkpoint_states()
+    assert states["global_step"] == 7 and second.samples_generator.rollout_round == 7
+    assert second.experience_maker.visits.visit(["p"], ["1"]) == [1]
+    assert repr(states["ngrpo"]["visits"]) == "Visits of 2 outcomes", "OpenRLHF prints the states"
+
+
+def test_where_asynchronous_the_round_goes_with_the_dataloader() -> None:
+    """The generator runs in a process of its own, whose dataloader's state OpenRLHF takes and gives back."""
+
+    class Loader(list[int]):
+        def state_dict(self) -> dict[str, Any]:
+            return {"at": 5}
+
+    class GenerateSamplesActor:
+        def __init__(self) -> None:
+            self.prompts_dataloader = Loader(range(8))
+            self.samples_generator, self.loaded = SimpleNamespace(rollout_round=0), None
+
+        def load_state_dict(self, state_dict: Any) -> None:
+            self.loaded = state_dict
+
+    first, second = (generate_samples_actor(GenerateSamplesActor)() for _ in range(2))
+    first.samples_generator.rollout_round = 7
+    state = first.prompts_dataloader.state_dict()
+    assert state["ngrpo_length"] == 8, "for the trainer, which prints the steps of the run"
+    second.load_state_dict(state)
+    assert second.samples_generator.rollout_round == 7 and second.loaded == {"at": 5}
+    second.load_state_dict({"at": 6})  # a checkpoint of stock OpenRLHF
+    assert second.loaded == {"at": 6}
+
+
+def test_checkpoints_of_stock_openrlhf_are_taken_too() -> None:
+    Trainer.saved = pickle.dumps({"global_step": 3})
+    trainer = our_trainer(Trainer)()
+    assert trainer.init_checkpoint_states() == {"global_step": 3}
+    assert not vars(trainer.samples_generator) and trainer.experience_maker == makers_state()
+
+
+@pytest.mark.parametrize("prefix", ["", "bf16_"])
+def test_a_checkpoint_of_other_ranks_is_refused(prefix: str, tmp_path: Path) -> None:
+    checkpoint = tmp_path / "_actor" / "global_step40"
+    checkpoint.mkdir(parents=True)
+    (checkpoint.parent / "latest").write_text("global_step40")
+    for rank in range(4):
+        (checkpoint / f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt").touch()
+    words = "--actor.model_name_or_path m --reward.remote_url http://r --ckpt.load_enable --actor.num_nodes 2"
+
+    def check(gpus: int, *more: str) -> None:
+        given = [*words.split(), "--ckpt.path", str(tmp_path), "--actor.num_gpus_per_node", str(gpus), *more]
+        flag_checks.check_checkpoint(Flags(given), run_of())
+
+    check(2)
+    with pytest.raises(UsageError, match=r"global_step40 is of 4 ranks, and .* 2 × .* 4 are 8\. Train on 4 GPUs"):
+        check(4)
+    (checkpoint.parent / "latest_universal").write_text("global_step40")
+    check(4, "--ds.use_universal_ckpt")
+
+
+def test_where_a_run_starts_is_said(tmp_path: Path) -> None:
+    """Whole runs: tests/pipeline/test_faults.py, whose folder DeepSpeed writes."""
+    flags = Flags(["--ckpt.path", str(tmp_path), "--ckpt.load_enable"])
+    assert flag_checks.first_step(Flags(["--ckpt.path", str(tmp_path)])) == "starts at step 0"
+    flag_checks.check_checkpoint(flags, run_of())
+    line = flag_checks.first_step(flags)
+    assert line.startswith("warning: ") and "starts at step 0" in line
+    folder = tmp_path / "_actor"
+    folder.mkdir()
+    with pytest.raises(UsageError, match=f"no checkpoint in {folder} is complete"):
+        flag_checks.check_checkpoint(flags, run_of())
+    for name in ("", "global_step40"):  # as a copy without the large files leaves it
+        (folder / "latest").write_text(name)
+        with pytest.raises(UsageError, match=f"names the checkpoint '{name}', and there is no such folder"):
+            flag_checks.check_checkpoint(flags, run_of())
+    (folder / "global_step40").mkdir()
+    (folder / "global_step40" / "mp_rank_00_model_states.pt").touch()
+    with pytest.raises(UsageError, match="lacks latest_universal"):
+        flag_checks.check_checkpoint(Flags([*flags.argv, "--ds.use_universal_ckpt"]), run_of())
+    flag_checks.check_checkpoint(flags, run_of())
+    with pytest.raises(UsageError, match="lacks the moving average"):
+        flag_checks.check_checkpoint(Flags([*flags.argv, "--train.enable_ema"]), run_of())
+    assert flag_checks.first_step(flags) == f"continues after global_step40 of {folder} (--ckpt.load_enable)"

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every bad input of registry and options gets a message with the fix; every good one finds its perturbation."""
+
+import importlib
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+
+from perturbations import create, registry
+from tests.support.own_files import clean, message, write
+
+__all__ = ["clean"]  # each test in a folder of its own, and what it registers is gone after it
+
+
+# --- bad input ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "words"),
+    [
+        ("neighbr", {}, ["'neighbr'", "Did you mean 'neighbor'?", "Available:", "gaussian", "soft", "./file.py:Name"]),
+        ("neighbor", dict(mertic="l2"), ["'neighbor'", "'mertic'", "Did you mean 'metric'?", "burn_in", "rate"]),
+        ("neighbor", dict(top_p=0.9), ["'top_p'", "gumbel", "soft", "not to 'neighbor'", "choose 'dirichlet'"]),
+        ("neighbor", dict(rate="often"), ["rate='often'", "a number", "in [0, 1]", "0.1"]),
+        ("neighbor", dict(rate=None), ["rate=None", "a value is needed", "0.1"]),
+        ("neighbor", dict(rate="nan"), ["rate='nan'", "a number"]),
+        ("neighbor", dict(k=2.5), ["k=2.5", "a whole number"]),
+        ("neighbor", dict(mix_temperature=0), ["mix_temperature=0", "greater than 0", "1.0"]),
+        ("neighbor", dict(metric="cosin"), ["metric='cosin'", "cosine, l2, l1, dot", "Did you mean 'cosine'?"]),
+        ("neighbor", dict(skip_special="maybe"), ["skip_special='maybe'", "true or false"]),
+        ("neighbor", dict(until=7.5), ["until=7.5", "text"]),
+        ("none", dict(rate=0.1), ["rate=0.1", "in [0, 0]"]),
+        ("gumbel", dict(top_p=0.0), ["top_p=0.0", "in (0, 1]", "0.95"]),
+        ("no_such_module:Name", {}, ["no_such_module", "cannot load", "PYTHONPATH"]),
+        ("perturbations.base:Step", {}, ["perturbations.base:Step", "not a subclass of perturbations.Perturbation"]),
+    ],
+)
+def test_bad_input_says_value_range_and_mend(name: str, options: dict, words: list[str]) -> None:
+    text = message(lambda: create(name, **options))
+    for word in words:
+        assert word in text, text
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [("neighbor", {}), ("soft", {}), ("gumbel", {}), ("gaussian", {"base": "soft"})]
+)
+def test_k_beyond_the_vocabulary(name: str, options: dict) -> None:
+    perturbation = create(name, k=5, **options)
+    text = message(lambda: perturbation.check_model(4))
+    assert "k=5" in text and ", 4]" in text
+    perturbation.check_model(5)
+
+
+# --- values of the command line -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "field", "value"),
+    [
+        (dict(rate="0.25"), "rate", 0.25),
+        (dict(k="4"), "k", 4),
+        (dict(k="1e1"), "k", 10),
+        (dict(seed=str(2**62 + 1)), "seed", 2**62 + 1),
+        (dict(skip_special="true"), "skip_special", True),
+        (dict(until="none"), "until", None),
+        (dict(entropy_min="None"), "entropy_min", None),
+    ],
+)
+def test_text_becomes_the_type_of_the_field(options: dict, field: str, value: object) -> None:
+    got = getattr(create("neighbor", **options), field)
+    assert got == value and type(got) is type(value)
+
+
+# --- names ----------------------------------------------------------------------------------------
+
+
+def test_a_registered_perturbation_elsewhere_is_found_by_another_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write("their_registered.py", decorator='@register("theirs")')
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.import_module("their_registered")
+    perturbation = create("theirs")
+    assert registry.available()["theirs"] == "their_registered"
+    # Another process has not imported the module, so the spec must not rely on the short name.
+    assert perturbation.spec()["name"] == "their_registered:Mine"
+    registry.perturbations.registered.pop("theirs")
+    assert create(**perturbation.spec()) == perturbation
+
+
+def test_entry_point_of_an_installed_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write("their_installed.py")
+    # What pip leaves behind for a package with entry points.
+    info = tmp_path / "their_dist-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: their_dist\nVersion: 1.0\n")
+    entries = "wobble = their_installed:Mine\nbroken = their_missing:Mine\n"
+    (info / "entry_points.txt").write_text(f"[{registry.perturbations.group}]\n{entries}")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert registry.available()["wobble"] == "their_installed:Mine"
+    assert "their_installed" not in sys.modules  # listing names imports nothing
+    perturbation = create("wobble", strength=1)
+    assert perturbation.spec()["name"] == "wobble" and create(**perturbation.spec()) == perturbation
+    assert "Did you mean 'wobble'?" in message(lambda: create("woble"))
+    assert "their_missing" in message(lambda: create("broken"))
+
+
+def test_duplicate_names_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write("their_first.py", decorator='@register("twice")')
+    write("their_second.py", decorator='@register("twice")')
+    monkeypatch.syspath_prepend(tmp_path)
+    first = importlib.import_module("their_first")
+    text = message(lambda: importlib.import_module("their_second"))
+    assert "'twice'" in text and "their_first.Mine" in text and "another name" in text
+    importlib.reload(first)  # the same class again is no duplicate
+
+
+# --- specs ----------------------------------------------------------------------------------------
+
+
+def test_variant_sets_three_options_unless_they_are_set() -> None:
+    parts = lambda o: (o.weights, o.realization, o.space)  # noqa: E731
+    assert parts(create("neighbor")) == ("logits", "anchor", "input")
+    assert parts(create("neighbor", variant="released")) == ("probs", "sampled", "output")
+    mixed = create("neighbor", variant="released", space="input", realization="anchor")
+    assert parts(mixed) == ("probs", "anchor", "input")
+    assert parts(create(**mixed.spec())) == parts(mixed)
+
+
+def test_greedy_combination_warns_and_no_other() -> None:
+    with pytest.warns(UserWarning, match="greedy decoding"):
+        create("neighbor", rate=1.0)
+    with pytest.warns(UserWarning, match="sampled"):
+        create("neighbor", rate=1.0, variant="released", realization="anchor")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        create("neighbor", rate=1.0, realization="sampled")
+        create("neighbor", rate=1.0, variant="released")
+        create("neighbor", rate=0.99)
+
+
+def test_defaults_are_those_of_the_papers() -> None:
+    neighbor, gumbel, gaussian = create("neighbor"), create("gumbel"), create("gaussian")
+    assert (neighbor.rate, neighbor.k, neighbor.metric, neighbor.until) == (0.1, 3, "cosine", "</think>")
+    assert (neighbor.mix_temperature, neighbor.skip_special) == (1.0, False)
+    assert (gumbel.rate, gumbel.k, gumbel.top_p, gumbel.tau, gumbel.clamp) == (1.0, 5, 0.95, 0.1, True)
+    assert (gaussian.rate, gaussian.sigma, gaussian.sigma_of, gaussian.tau) == (1.0, 0.33, "embedding", 0.5)

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weight sync through a file: every engine takes it, rank 0 alone writes it, and nothing of it stays."""
+
+import os
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from ngrpo.trainers.openrlhf import actor_trainer
+from tests.support.run import run_with
+
+pytest.importorskip("ray")
+pytest.importorskip("safetensors")
+
+
+class Engine:
+    """A Ray actor whose methods are called at once."""
+
+    def __init__(self, fails: bool = False) -> None:
+        self.loaded: list[tuple[str, float]] = []
+        self.resets, self.fails = 0, fails
+        self.load_weights_file, self.reset_prefix_cache = (
+            SimpleNamespace(remote=call) for call in (self._load, self._reset)
+        )
+
+    def _load(self, path: str) -> None:
+        from safetensors.torch import load_file
+
+        self.loaded.append((path, load_file(path)["weight"].item()))
+        if self.fails:
+            raise RuntimeError("the engine died")
+
+    def _reset(self) -> None:
+        self.resets += 1
+
+
+def sync(monkeypatch: pytest.MonkeyPatch, rank: int, engines: list[Engine], caching: bool = False) -> list[bool]:
+    """One sync of a rank; which of the calls that gathered weights were to keep them."""
+    kept: list[bool] = []
+
+    def gathered(trainer: Any, keep: bool) -> dict[str, torch.Tensor]:
+        kept.append(keep)
+        return {"weight": torch.tensor(3.0)} if keep else {}
+
+    monkeypatch.setattr("ray.get", lambda refs: refs)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: rank)
+    monkeypatch.setattr(torch.distributed, "barrier", lambda: None)
+    monkeypatch.setattr(actor_trainer, "gathered", gathered)
+    args = SimpleNamespace(vllm=SimpleNamespace(enable_prefix_caching=caching))
+    run_with(monkeypatch, hardware="cpu")
+    trainer = actor_trainer.actor_trainer(object)()
+    trainer.vllm_engines, trainer.strategy = engines, SimpleNamespace(args=args)
+    trainer.broadcast_to_vllm()
+    return kept
+
+
+@pytest.mark.parametrize("caching", [False, True])
+def test_every_engine_takes_the_weights(monkeypatch: pytest.MonkeyPatch, caching: bool) -> None:
+    engines = [Engine(), Engine(), Engine()]
+    assert sync(monkeypatch, 0, engines, caching) == [True]
+    (path,) = {path for engine in engines for path, _ in engine.loaded}
+    assert [engine.loaded for engine in engines] == [[(path, 3.0)]] * 3
+    assert [engine.resets for engine in engines] == [int(caching)] * 3
+    assert not os.path.exists(path)
+
+
+def test_other_ranks_help_to_gather_and_send_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine()
+    assert sync(monkeypatch, 1, [engine]) == [False]
+    assert engine.loaded == [] and engine.resets == 0
+
+
+def test_the_file_goes_where_an_engine_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(fails=True)
+    with pytest.raises(RuntimeError, match="the engine died"):
+        sync(monkeypatch, 0, [engine])
+    ((path, _),) = engine.loaded
+    assert not os.path.exists(path)
