@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ngrpo import patches
 from ngrpo.commands.command_parser import CommandParser
@@ -37,7 +37,11 @@ from ngrpo.machine.hardware import cuda, gpu_plan, profile_for, stand_ins, surro
 from ngrpo.machine.models import architecture, experts, packaged
 from ngrpo.machine.upstream import placement, versions
 from ngrpo.machine.upstream.openrlhf_flags import Flags
+from perturbations import ReplayRecord
 from perturbations.errors import UsageError
+
+if TYPE_CHECKING:
+    import numpy
 
 _PLUGIN = "ngrpo_perturbation"
 _SECONDS = 300  # that the self-test may take
@@ -301,8 +305,8 @@ class _Rollout(NamedTuple):
     """One response of the self-test: its token ids, its record, and the engine's log-probabilities."""
 
     tokens: list[int]
-    record: Any
-    log_probs: Any
+    record: ReplayRecord
+    log_probs: "numpy.ndarray"
 
 
 def self_test(model: str) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ngrpo.config import compatibility, flag_checks
-from ngrpo.config.features import MODEL, Combination
+from ngrpo.config.feature_kinds import MODEL, Combination
 from ngrpo.config.kinds import run_level_kinds
 from ngrpo.config.run import OVERLONG, PRESETS, RunConfig
 from ngrpo.machine.hardware import gpu_plan, stand_ins

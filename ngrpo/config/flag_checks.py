@@ -13,7 +13,7 @@ from math import ceil, isclose, nan
 from pathlib import Path
 
 from ngrpo.config import number_rules
-from ngrpo.config.features import MODEL
+from ngrpo.config.feature_kinds import MODEL
 from ngrpo.config.input_checks import rows_of
 from ngrpo.config.number_rules import NumberRule
 from ngrpo.config.run import RunConfig

@@ -11,7 +11,7 @@ from typing import Any
 
 from ngrpo.config import dataset_file
 from ngrpo.config.dataset_file import CHECKED_ROWS, ColumnNames, DatasetFile, Example
-from ngrpo.config.features import MODEL
+from ngrpo.config.feature_kinds import MODEL
 from ngrpo.config.run import RunConfig
 from ngrpo.machine.models import architecture, conversation, packaged
 from ngrpo.machine.models.conversation import TOOLS, ValueKind

@@ -9,7 +9,7 @@ from typing import Literal
 from ngrpo import patches
 from ngrpo.config import compatibility, complete_run, flag_checks, input_checks, stretches
 from ngrpo.config.complete_run import CompleteRun
-from ngrpo.config.features import ESTIMATOR, MODEL, Combination
+from ngrpo.config.feature_kinds import ESTIMATOR, MODEL, Combination
 from ngrpo.config.input_checks import DATASETS
 from ngrpo.config.run import RunConfig
 from ngrpo.machine.hardware import gpu_plan, host_plan, stand_ins, surroundings

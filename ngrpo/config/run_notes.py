@@ -7,7 +7,7 @@ from contextlib import suppress
 
 from ngrpo.config import flag_checks, input_checks, stretches
 from ngrpo.config.complete_run import CompleteRun
-from ngrpo.config.features import ASYNC, CORRECTION, ESTIMATOR
+from ngrpo.config.feature_kinds import ASYNC, CORRECTION, ESTIMATOR
 from ngrpo.config.run import GROUP_BASELINES
 from ngrpo.machine.hardware import gpu_plan, host_plan
 from ngrpo.machine.upstream import placement

@@ -8,7 +8,7 @@ from typing import Any
 
 from ngrpo.config import flag_checks
 from ngrpo.config.complete_run import CompleteRun
-from ngrpo.config.features import MODEL
+from ngrpo.config.feature_kinds import MODEL
 from ngrpo.config.kinds import of_a_run
 from ngrpo.config.run import FILE, RunConfig
 from ngrpo.machine.storage.datafiles import contents, read_yaml, texts

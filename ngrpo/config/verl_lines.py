@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 from ngrpo.config import compatibility, kinds
 from ngrpo.config.complete_run import CompleteRun
-from ngrpo.config.features import ESTIMATOR, KL, LOSS, Combination
+from ngrpo.config.feature_kinds import ESTIMATOR, KL, LOSS, Combination
 from ngrpo.config.run import SETTINGS, RunConfig
 from ngrpo.machine.models import conversation
 from ngrpo.machine.upstream.openrlhf_flags import Flags

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ngrpo.config import compatibility
-from ngrpo.config.features import Combination
+from ngrpo.config.feature_kinds import Combination
 from ngrpo.machine.upstream.types import VllmConfig
 from ngrpo.methods import sampling_schedules
 from ngrpo.methods.sampling_schedules.base import SamplingSchedule

@@ -21,7 +21,7 @@ from trl.generation import vllm_generation
 from trl.trainer import grpo_trainer
 
 from ngrpo.config import compatibility
-from ngrpo.config.features import Combination
+from ngrpo.config.feature_kinds import Combination
 from ngrpo.rollout import records, settings
 from ngrpo.trainers.common.weights_file import reload_weights
 from perturbations import FinishedTrajectory, registry, replaying

@@ -10,7 +10,7 @@ import yaml
 
 from ngrpo.config import compatibility, complete_run, run
 from ngrpo.config.complete_run import CompleteRun
-from ngrpo.config.features import Combination
+from ngrpo.config.feature_kinds import Combination
 from ngrpo.config.kinds import KINDS
 from ngrpo.config.run import RunConfig, Sampling
 from ngrpo.machine.upstream.openrlhf_flags import Flags

@@ -14,7 +14,7 @@ from ngrpo.config.compatibility.row import Row
 from ngrpo.config.compatibility.training_rows import TRAINING
 from ngrpo.config.compatibility.trl_rows import TRL
 from ngrpo.config.compatibility.verl_rows import VERL, VERL_ADVANTAGE
-from ngrpo.config.features import MODEL, Combination
+from ngrpo.config.feature_kinds import MODEL, Combination
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from perturbations.errors import UsageError
 

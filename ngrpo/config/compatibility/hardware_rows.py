@@ -3,7 +3,7 @@
 
 from ngrpo.config import features
 from ngrpo.config.compatibility.row import Row
-from ngrpo.config.features import both, flag, hardware, without
+from ngrpo.config.feature_kinds import both, flag, hardware, without
 
 CPU_MODEL = (
     Row(

@@ -4,7 +4,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ngrpo.config.features import Feature
+from ngrpo.config.feature_kinds import Feature
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,7 @@
 
 from ngrpo.config import features
 from ngrpo.config.compatibility.row import Row, rows
-from ngrpo.config.features import both, flag, other_than, sampling, when
+from ngrpo.config.feature_kinds import both, flag, other_than, sampling, when
 
 _REPLAY = (
     Row(

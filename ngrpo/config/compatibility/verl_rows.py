@@ -3,7 +3,7 @@
 
 from ngrpo.config import features
 from ngrpo.config.compatibility.row import Row, rows
-from ngrpo.config.features import above_one, none_of, verl
+from ngrpo.config.feature_kinds import above_one, none_of, verl
 
 VERL_ADVANTAGE = (
     Row(

@@ -323,7 +323,7 @@ def _left_out(tokenizer: Any, messages: Messages, text: str, arguments: Mapping[
         content = message["content"]
         if isinstance(content, str):
             texts = [content]
-            other_content: Any = "another text"
+            other_content: str | list[Any] = "another text"
         else:
             texts = []
             other_content = []

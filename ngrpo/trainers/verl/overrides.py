@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ngrpo.config import compatibility
-from ngrpo.config.features import Combination
+from ngrpo.config.feature_kinds import Combination
 from ngrpo.config.verl_lines import MODE
 from ngrpo.machine.upstream.types import DictConfig
 from ngrpo.methods import advantages

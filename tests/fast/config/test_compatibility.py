@@ -11,7 +11,7 @@ import pytest
 
 from ngrpo import cli
 from ngrpo.config import compatibility, parse, rules
-from ngrpo.config.features import Combination
+from ngrpo.config.feature_kinds import Combination
 from ngrpo.machine.upstream import versions
 from perturbations import create
 from perturbations.errors import UsageError
