@@ -42,6 +42,7 @@ def test_each_metric_of_the_sources_is_explained() -> None:
     shown = {word for span in re.findall(r"`([^`\n]+)`", PAGE) for word in re.findall(r"\w+", span)}
     # Of `gap_perturbed_mean` and its like, which the page has whole; and what quotients are made from.
     parts = {"gap_", "perturbed", "plain", "before", "generated", "planned", "dropped"}
+    parts |= {f"{quotient}_{total}" for quotient in ("shift", "left_anchor") for total in ("sum", "count")}
     elsewhere = {"gap_max"}  # TRL's, on the page of that trainer
     assert {"gap_perturbed_mean", "gap_plain_mean", "gap_before_mean", "shift", "left_anchor"} <= shown
     assert not names - parts - elsewhere - shown
