@@ -53,6 +53,7 @@ _ROWS = (
     (_WRAP, "WorkerWrap.update_weight", "noted_update"),
     (_WRAP, "WorkerWrap.update_weight_cuda_ipc", "noted_update"),
     (_ACTOR, "ActorPPOTrainer.broadcast_to_vllm", "noted_sync"),
+    ("ngrpo.trainers.openrlhf.lora_sync", "send_merged_weights", "noted_sync"),
 )
 
 
@@ -342,15 +343,21 @@ def _tensors_of(root: object) -> list[Any]:
 
 
 def noted_sync(original: Callable[..., None]) -> Callable[..., None]:
-    """A sync's own weights go to a file as well, for the engines to compare with theirs."""
+    """All weights go to a file as well, for the engines to compare with theirs; LoRA sends those that it changes."""
 
     def broadcast_to_vllm(self: Any) -> None:
+        from ngrpo.machine.models import lora
+        from ngrpo.trainers.openrlhf import lora_sync
         from ngrpo.trainers.openrlhf.actor_trainer import gathered
 
         weights = gathered(self, keep=True)
         if torch.distributed.get_rank() == 0:
             save_file({name: part.clone() for name, part in weights.items()}, Path(os.environ[FOLDER], "sent"))
-            note("sync", parameters=list(weights))
+            model, names = self.actor.model.module, list(weights)
+            if lora.has_adapters(model):
+                changed = lora.changed_weights(model, lora_sync.noised_weights(model))
+                names = [weight.name for weight in changed]
+            note("sync", parameters=names)
         torch.distributed.barrier()
         original(self)
         _take_back()

@@ -97,6 +97,31 @@ def test_hybrid_with_the_v2_runner(tmp_path: Path, tied: str) -> None:
     assert all(line["v2"] for line in journal if line["what"] == "sleep")
 
 
+LORA = ["--ds.lora.rank", "8", "--ds.lora.alpha", "16", "--actor.adam.lr", "1e-2"]
+
+
+def test_hybrid_with_lora(tmp_path: Path, tied: str) -> None:
+    """Engines get merged weights by CUDA IPC, and the parameters of a perturbation; their other weights stay right."""
+    flags = [*HYBRID, *NO_REFERENCE, *HRPO, *LORA, "--vllm.enable_prefix_caching"]
+    steps, journal = run(tmp_path, tied, *flags, by="update_weight_cuda_ipc")
+    assert_slept_well(journal)
+    assert_exact(steps)
+    updated = {line["name"] for line in journal if line["what"] == "update"}
+    assert "model.layers.1.mlp.down_proj.weight" in updated and "perturbation.w_r" in updated
+    assert "model.embed_tokens.weight" not in updated
+
+
+@pytest.mark.slow
+def test_two_engines_over_a_group_with_lora_and_noise(tmp_path: Path, tied: str) -> None:
+    """Noise on norms, which have no adapters: they are sent as well."""
+    flags = [*NCCL, *NO_REFERENCE, *LORA, "--vllm.num_engines", "2", "--perturbation", "gumbel"]
+    flags += ["--policy_noise", "aqn", "--policy_noise.stages", "3", "--policy_noise.steps", "3"]
+    _, journal = run(tmp_path, tied, *flags, engines=2, by="update_weight")
+    updated = {line["name"] for line in journal if line["what"] == "update"}
+    assert "model.layers.1.input_layernorm.weight" in updated
+    assert "model.layers.1.self_attn.q_proj.weight" in updated
+
+
 @pytest.mark.slow
 def test_hybrid_of_two_gpus_with_zero_3(tmp_path: Path, random_model: str) -> None:
     """An engine finds the handle of the trainer's rank on its own GPU; the table of neighbors follows the weights."""

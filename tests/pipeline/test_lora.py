@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA in a whole training: exact after several syncs, and what its folder holds."""
+"""LoRA in whole trainings: exact after several syncs, on one rank and two; resumed; evaluated from its folder."""
 
 import json
 from pathlib import Path
@@ -9,12 +9,16 @@ import pytest
 import torch
 
 from tests.conftest import ROOT
-from tests.pipeline.harness import GAP, train
+from tests.pipeline.harness import GAP, completed, train
+from tests.pipeline.test_faults import killed_and_resumed, later_steps
 
 LETTERS = ["--reward.remote_url", str(ROOT / "tests/pipeline/user_files/first_letters.py")]
 # The learning rate moves B so far in a step that engines with the adapter of the step before show in the gap.
 LORA = ["--ds.lora.rank", "8", "--ds.lora.alpha", "16", "--actor.adam.lr", "1e-2", "--actor.lr_warmup_ratio", "0"]
 LORA += [*LETTERS, "--algo.kl.init_coef", "0", "--data.max_samples", "16"]
+NEIGHBOR = ["--perturbation", "neighbor", "--perturbation.rate", "0.5"]
+TWO_RANKS = ["--actor.num_gpus_per_node", "2", "--rollout.micro_batch_size", "4", "--train.micro_batch_size", "4"]
+ZERO_3 = ["--ds.zero_stage", "3", "--actor.gradient_checkpointing_enable"]
 
 
 def steps_of(folder: Path, model: str, *flags: str) -> list[dict[str, Any]]:
@@ -35,9 +39,17 @@ def adapter_of(folder: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def test_exact_after_several_syncs(tmp_path: Path, random_model: str) -> None:
+@pytest.mark.parametrize(
+    "ranks",
+    [
+        pytest.param([], id="one"),
+        pytest.param([*TWO_RANKS, "--ds.zero_stage", "2"], id="zero_2", marks=pytest.mark.slow),
+        pytest.param([*TWO_RANKS, *ZERO_3], id="zero_3", marks=pytest.mark.slow),
+    ],
+)
+def test_exact_after_several_syncs(tmp_path: Path, random_model: str, ranks: list[str]) -> None:
     """HRPO's gate is trained whole beside the adapters, and saved in its own file."""
-    steps = steps_of(tmp_path, random_model, "--perturbation", "hrpo", "--perturbation.gate_lr", "0.02")
+    steps = steps_of(tmp_path, random_model, "--perturbation", "hrpo", "--perturbation.gate_lr", "0.02", *ranks)
     assert len(steps) == 4
     for step in steps:
         assert max(step["gap_perturbed_max"], step.get("gap_plain_max", 0.0)) <= GAP, step
@@ -46,3 +58,25 @@ def test_exact_after_several_syncs(tmp_path: Path, random_model: str) -> None:
     adapter = adapter_of(tmp_path / "model")
     assert len(adapter) == 2 * 7 * 2, "A and B of seven linear layers in two blocks"
     assert (tmp_path / "model" / "perturbation" / "module.safetensors").is_file()
+
+
+def test_resumed_as_if_never_killed(tmp_path: Path, random_model: str) -> None:
+    flags = [*LORA, *NEIGHBOR, "--ckpt.save_steps", "1", "--ckpt.max_num", "1", "--reproducible"]
+    result = train(tmp_path / "whole", random_model, *flags)
+    assert result.returncode == 0, result.stdout[-4000:]
+    resumed = killed_and_resumed(tmp_path / "killed", random_model, *flags)
+    assert resumed == later_steps(tmp_path / "whole")
+    whole, continued = (adapter_of(tmp_path / name / "model") for name in ("whole", "killed"))
+    assert all(torch.equal(tensor, continued[name]) for name, tensor in whole.items())
+
+
+def test_unperturbed_and_evaluated_from_its_folder(tmp_path: Path, random_model: str) -> None:
+    """LoRA without a perturbation, and the evaluation of the folder that it leaves."""
+    steps = steps_of(tmp_path / "run", random_model, "--perturbation", "none", "--reproducible")
+    assert [step["step"] for step in steps] == [1, 2, 3, 4]
+    adapter_of(tmp_path / "run" / "model")
+    words = (
+        f"ngrpo eval --task arithmetic --limit 2 --n 1 --k 1 --max-tokens 4 --hardware cpu --out {tmp_path / 'eval'}"
+    )
+    done = completed([*words.split(), "--model", random_model, "--adapter", str(tmp_path / "run" / "model")])
+    assert done.returncode == 0, done.stdout[-4000:]
