@@ -29,7 +29,7 @@ class Limits:
     """Above it, the two sides have different weights or models: the rounding of float32 is 1,000 times smaller."""
     SUSPICIOUS_HALF = 0.25
     """Above it, unperturbed responses in half precision deserve a warning. Random weights can exceed it without a fault
-    (an H200 measured 0.33), so it never ends a run."""
+    (an H200 measured 0.33), so the run goes on."""
     UNUSABLE_HALF = 1.0
     """Above it, the mean importance weight is off by a factor of e, and no training is right, whatever the cause."""
 
