@@ -9,7 +9,7 @@ from perturbations.base import Proposal, Step
 from perturbations.embeddings import ModelEmbeddings, matrix_embeddings
 from perturbations.registry import create
 
-# Cosine, dot, L2 and L1 neighbors of token 0 are worked out in test_neighbors.py:
+# Cosine, dot, L2 and L1 neighbors of token 0 are worked out in perturbations/neighbors/test_exact.py:
 # cosine 1, 2, 3, 4; dot 2, 1, 3, 4; L2 and L1 3, 4, 1, 2.
 EMBEDDING = torch.tensor([[1.0, 0.0], [4.0, 3.0], [6.0, 8.0], [0.0, 1.0], [-1.0, 0.0]])
 
