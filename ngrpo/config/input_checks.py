@@ -365,7 +365,7 @@ def check_template(flags: Flags, run: RunConfig) -> str | None:
     return None
 
 
-def template_notes(flags: Flags, run: RunConfig) -> Iterator[str]:
+def template_notes(flags: Flags) -> Iterator[str]:
     """A warning about a training without the chat template that a local tokenizer has."""
     folder = Path(name_of(flags)).expanduser()
     if not flags.has(TEMPLATE) and _has_template(folder):
@@ -383,7 +383,7 @@ def _has_template(folder: Path) -> bool:
     return config is not None and ("chat_template" in config or any(folder.glob("chat_template*")))
 
 
-def cut_notes(flags: Flags, run: RunConfig) -> Iterator[str]:
+def cut_notes(flags: Flags) -> Iterator[str]:
     """A warning for each file with a prompt that leaves no room for its response: its first tokens are left out."""
     folder = Path(name_of(flags)).expanduser()
     if not (folder / "tokenizer_config.json").is_file():
