@@ -156,18 +156,22 @@ def rows_of(flag: str, flags: Flags) -> list[int] | None:
 
 def examples(flags: Flags) -> Iterator[tuple[str, Example]]:
     """A row of each form of conversation in the files, each with its place."""
-    for flag in DATASETS:
-        for name in local_files(flag, flags.value(flag)):
-            for example in dataset_file.read(flag, name, flags).examples:
-                yield f"{flag} {name}: row {example.row}", example
+    for subject, content in _contents(flags):
+        for example in content.examples:
+            yield f"{subject}: row {example.row}", example
 
 
 def longest_examples(flags: Flags) -> Iterator[tuple[str, Example]]:
     """The row with the longest prompt of each file, with its place."""
+    for subject, content in _contents(flags):
+        yield f"{subject}: row {content.longest.row}", content.longest
+
+
+def _contents(flags: Flags) -> Iterator[tuple[str, DatasetFile]]:
+    """What each file of the datasets holds, with the flag and the file as messages name them."""
     for flag in DATASETS:
         for name in local_files(flag, flags.value(flag)):
-            example = dataset_file.read(flag, name, flags).longest
-            yield f"{flag} {name}: row {example.row}", example
+            yield f"{flag} {name}", dataset_file.read(flag, name, flags)
 
 
 def is_checked(flag: str, value: str) -> bool:
