@@ -48,15 +48,16 @@ def dry_run(run: RunConfig, shape: str, *, checks_only: bool = False) -> int:
     args = as_started.args
     _print_section("configuration", _configuration(args, run))
     if run.profile.name == "cuda":
-        memory = _memory(args, machine.memory)
-        _print_section(f"placement on {machine}", _placement(args))
-        _print_section("memory of one GPU in GiB, estimated", memory)
-        _print_section("tokens", _tokens(args, machine.memory))
+        place = f"on {machine}"
+        gpu_memory = machine.memory
+        memory = _memory(args, gpu_memory)
     else:
+        place = "(a GPU is a share of this CPU here)"
+        gpu_memory = None
         memory = ["no GPU: the models share this machine's memory"]
-        _print_section("placement (a GPU is a share of this CPU here)", _placement(args))
-        _print_section("memory of one GPU in GiB, estimated", memory)
-        _print_section("tokens", _tokens(args, None))
+    _print_section(f"placement {place}", _placement(args))
+    _print_section("memory of one GPU in GiB, estimated", memory)
+    _print_section("tokens", _tokens(args, gpu_memory))
     print("checks")
     failed = _run_checks(rules.outcomes(complete))
     too_large = any(_WRONG in line for line in memory)

@@ -166,10 +166,8 @@ def _is_embedding(module: str) -> bool:
 def lora_on_embedding(combination: Combination) -> str:
     if not LORA.shown(combination):
         return ""
-    modules: tuple[str, ...] = ()
-    for word in combination.flags:
-        if word.name == _TARGET_MODULES:
-            modules = word.values  # the last one counts, as in argparse
+    flag = combination.last(lambda flag: flag.name == _TARGET_MODULES)
+    modules = () if flag is None else flag.values
     embeddings = [module for module in modules if _is_embedding(module)]
     return f"{_TARGET_MODULES} {' '.join(embeddings)}" if embeddings else ""
 
@@ -228,8 +226,6 @@ CHANGING = part("advantage", "that changes over the run", lambda advantage: adva
 # --- attention and models ---------------------------------------------------------------------------
 
 _ATTENTION = "--ds.attn_implementation"
-
-
 _FLASH_2 = flag(_ATTENTION, only="flash_attention_2")
 
 
@@ -244,8 +240,6 @@ def _flash_attention_2(combination: Combination) -> str:
 
 FLASH_ATTENTION = Feature(f"{_ATTENTION} with flash", _flash_attention)
 FLASH_ATTENTION_2 = Feature(_FLASH_2.name, _flash_attention_2)
-
-
 WITHOUT_FLASH_ATTN = when(
     "an environment without flash-attn",
     lambda combination: combination.hardware == "cuda" and "flash-attn" in combination.missing,

@@ -117,7 +117,7 @@ _OUTPUTS = ("--logger.tensorboard_dir", "--ckpt.path", "--ckpt.output_dir")
 _INPUT_ENDINGS = ("model_name_or_path", "dataset", "remote_url", "agent_func_path")
 
 
-def check_checkpoint(flags: Flags, run: RunConfig) -> None:
+def check_checkpoint(flags: Flags) -> None:
     """Raises ``UsageError`` where no checkpoint in the folder is complete: OpenRLHF fails once all is loaded."""
     latest = _latest(flags)
     folder = latest.parent
@@ -393,7 +393,7 @@ def check_rows(flags: Flags) -> str | None:
     return None
 
 
-def last_step_notes(flags: Flags, run: RunConfig) -> list[str]:
+def last_step_notes(flags: Flags) -> list[str]:
     """Warnings about the last step of a pass: rows that are left out, or that it may hang."""
     args = flags.args
     notes = []

@@ -156,18 +156,22 @@ def rows_of(flag: str, flags: Flags) -> list[int] | None:
 
 def examples(flags: Flags) -> Iterator[tuple[str, Example]]:
     """A row of each form of conversation in the files, each with its place."""
-    for flag in DATASETS:
-        for name in local_files(flag, flags.value(flag)):
-            for example in dataset_file.read(flag, name, flags).examples:
-                yield f"{flag} {name}: row {example.row}", example
+    for subject, content in _contents(flags):
+        for example in content.examples:
+            yield f"{subject}: row {example.row}", example
 
 
 def longest_examples(flags: Flags) -> Iterator[tuple[str, Example]]:
     """The row with the longest prompt of each file, with its place."""
+    for subject, content in _contents(flags):
+        yield f"{subject}: row {content.longest.row}", content.longest
+
+
+def _contents(flags: Flags) -> Iterator[tuple[str, DatasetFile]]:
+    """What each file of the datasets holds, with the flag and the file as messages name them."""
     for flag in DATASETS:
         for name in local_files(flag, flags.value(flag)):
-            example = dataset_file.read(flag, name, flags).longest
-            yield f"{flag} {name}: row {example.row}", example
+            yield f"{flag} {name}", dataset_file.read(flag, name, flags)
 
 
 def is_checked(flag: str, value: str) -> bool:
@@ -365,7 +369,7 @@ def check_template(flags: Flags, run: RunConfig) -> str | None:
     return None
 
 
-def template_notes(flags: Flags, run: RunConfig) -> Iterator[str]:
+def template_notes(flags: Flags) -> Iterator[str]:
     """A warning about a training without the chat template that a local tokenizer has."""
     folder = Path(name_of(flags)).expanduser()
     if not flags.has(TEMPLATE) and _has_template(folder):
@@ -383,7 +387,7 @@ def _has_template(folder: Path) -> bool:
     return config is not None and ("chat_template" in config or any(folder.glob("chat_template*")))
 
 
-def cut_notes(flags: Flags, run: RunConfig) -> Iterator[str]:
+def cut_notes(flags: Flags) -> Iterator[str]:
     """A warning for each file with a prompt that leaves no room for its response: its first tokens are left out."""
     folder = Path(name_of(flags)).expanduser()
     if not (folder / "tokenizer_config.json").is_file():

@@ -143,7 +143,7 @@ RULES = (
     Rule(
         "start",
         lambda complete: flag_checks.first_step(complete.flags),
-        lambda complete: flag_checks.check_checkpoint(complete.flags, complete.run),
+        lambda complete: flag_checks.check_checkpoint(complete.flags),
     ),
     Rule("start", "a resumed run has its model and its methods", stretches.check),
     Rule(

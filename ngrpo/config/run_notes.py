@@ -152,10 +152,10 @@ NOTES: tuple[Callable[[CompleteRun], Iterable[str]], ...] = (
     batch_notes,
     gap_notes,
     loss_notes,
-    lambda complete: flag_checks.last_step_notes(complete.flags, complete.run),
+    lambda complete: flag_checks.last_step_notes(complete.flags),
     stretches.notes,
-    lambda complete: input_checks.template_notes(complete.flags, complete.run),
-    lambda complete: input_checks.cut_notes(complete.flags, complete.run),
+    lambda complete: input_checks.template_notes(complete.flags),
+    lambda complete: input_checks.cut_notes(complete.flags),
     lambda complete: gpu_plan.notes(complete.args, complete.machine),
     lambda complete: complete.run.profile.notes(complete.flags),
 )

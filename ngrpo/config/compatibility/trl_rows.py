@@ -2,7 +2,7 @@
 """Arguments of TRL's trainer that a perturbation refuses."""
 
 from ngrpo.config import features
-from ngrpo.config.compatibility.row import Row
+from ngrpo.config.compatibility.row import Row, rows
 from ngrpo.config.feature_kinds import when
 
 TRL = (
@@ -18,13 +18,11 @@ TRL = (
         why="its records stay in the server",
         fix="set vllm_mode='colocate'",
     ),
-    Row(
-        what=when("tools", lambda combination: combination.arguments.get("tools")),
-        conflicts_with=features.IN_ENGINE,
-        why="records cover one turn",
-    ),
-    Row(
-        what=when("environments", lambda combination: combination.arguments.get("environment_factory")),
+    *rows(
+        [
+            when("tools", lambda combination: combination.arguments.get("tools")),
+            when("environments", lambda combination: combination.arguments.get("environment_factory")),
+        ],
         conflicts_with=features.IN_ENGINE,
         why="records cover one turn",
     ),

@@ -39,6 +39,8 @@ _ENCODER_DECODERS = (
     "NemotronParseForConditionalGeneration",
     "WhisperForConditionalGeneration",
 )
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""Keys of a config.json with the number of experts of a layer; model types differ in the key."""
 _RECURRENT = ("mamba", "linear_attention", "conv", "recurrent", "hybrid")
 
 
@@ -223,8 +225,7 @@ def has_experts(name: str) -> bool:
         return False
     config = read_config(path)
     text = config.get("text_config") or config
-    numbers = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-    return any((text.get(number) or 0) > 1 for number in numbers)
+    return any((text.get(key) or 0) > 1 for key in EXPERT_COUNTS)
 
 
 # ---- support ----

@@ -9,7 +9,6 @@ from perturbations.errors import UsageError
 from perturbations.replay import routing
 
 _CHOSEN = "num_experts_per_tok"
-_NUMBERS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
 def check(path: Path, *, replayed: bool) -> None:
@@ -23,7 +22,7 @@ def check(path: Path, *, replayed: bool) -> None:
     nested = config.get("text_config")
     text = nested if isinstance(nested, Mapping) else config
     chosen = text.get(_CHOSEN)
-    for name in _NUMBERS:
+    for name in architecture.EXPERT_COUNTS:
         number = text.get(name)
         if isinstance(chosen, int) and isinstance(number, int) and chosen > number > 0:
             raise UsageError(

@@ -15,7 +15,6 @@ from ngrpo.trainers.openrlhf.trainer import generate_samples_actor
 from ngrpo.trainers.openrlhf.trainer import trainer as our_trainer
 from perturbations.errors import UsageError
 from tests.support.openrlhf_doubles import LOGGED, makers_state
-from tests.support.run import run_of
 
 
 class Trainer:
@@ -91,7 +90,7 @@ def test_a_checkpoint_of_other_ranks_is_refused(prefix: str, tmp_path: Path) -> 
 
     def check(gpus: int, *more: str) -> None:
         given = [*words.split(), "--ckpt.path", str(tmp_path), "--actor.num_gpus_per_node", str(gpus), *more]
-        flag_checks.check_checkpoint(Flags(given), run_of())
+        flag_checks.check_checkpoint(Flags(given))
 
     check(2)
     with pytest.raises(UsageError, match=r"global_step40 is of 4 ranks, and .* 2 × .* 4 are 8\. Train on 4 GPUs"):
@@ -104,22 +103,22 @@ def test_where_a_run_starts_is_said(tmp_path: Path) -> None:
     """Whole runs: tests/pipeline/test_faults.py, whose folder DeepSpeed writes."""
     flags = Flags(["--ckpt.path", str(tmp_path), "--ckpt.load_enable"])
     assert flag_checks.first_step(Flags(["--ckpt.path", str(tmp_path)])) == "starts at step 0"
-    flag_checks.check_checkpoint(flags, run_of())
+    flag_checks.check_checkpoint(flags)
     line = flag_checks.first_step(flags)
     assert line.startswith("warning: ") and "starts at step 0" in line
     folder = tmp_path / "_actor"
     folder.mkdir()
     with pytest.raises(UsageError, match=f"no checkpoint in {folder} is complete"):
-        flag_checks.check_checkpoint(flags, run_of())
+        flag_checks.check_checkpoint(flags)
     for name in ("", "global_step40"):  # as a copy without the large files leaves it
         (folder / "latest").write_text(name)
         with pytest.raises(UsageError, match=f"names the checkpoint '{name}', and there is no such folder"):
-            flag_checks.check_checkpoint(flags, run_of())
+            flag_checks.check_checkpoint(flags)
     (folder / "global_step40").mkdir()
     (folder / "global_step40" / "mp_rank_00_model_states.pt").touch()
     with pytest.raises(UsageError, match="lacks latest_universal"):
-        flag_checks.check_checkpoint(Flags([*flags.argv, "--ds.use_universal_ckpt"]), run_of())
-    flag_checks.check_checkpoint(flags, run_of())
+        flag_checks.check_checkpoint(Flags([*flags.argv, "--ds.use_universal_ckpt"]))
+    flag_checks.check_checkpoint(flags)
     with pytest.raises(UsageError, match="lacks the moving average"):
-        flag_checks.check_checkpoint(Flags([*flags.argv, "--train.enable_ema"]), run_of())
+        flag_checks.check_checkpoint(Flags([*flags.argv, "--train.enable_ema"]))
     assert flag_checks.first_step(flags) == f"continues after global_step40 of {folder} (--ckpt.load_enable)"

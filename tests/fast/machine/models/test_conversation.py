@@ -252,6 +252,6 @@ def test_a_training_without_the_chat_template_that_the_model_has_is_said(tmp_pat
     tokenizer_with(TEMPLATE).save_pretrained(tmp_path)
     source = written(tmp_path / "a.jsonl", {"input": "2 + 2?"})
     words = ["--data.prompt_dataset", source, "--actor.model_name_or_path", str(tmp_path)]
-    (note,) = input_checks.template_notes(Flags(words), run_of())
+    (note,) = input_checks.template_notes(Flags(words))
     assert "Add --data.apply_chat_template, or evaluate with --input-template '{}'" in note
-    assert not [*input_checks.template_notes(Flags([*words, "--data.apply_chat_template"]), run_of())]
+    assert not [*input_checks.template_notes(Flags([*words, "--data.apply_chat_template"]))]

@@ -175,7 +175,7 @@ class TestRows:
         """43 = 2 × 16 + 11: 44 answers go out as 7 × 6 + 2; of 10, 40 answers are 8 × 5."""
         flags = self.flags(tmp_path, 43)
         assert flags.value("--data.max_samples") == "42" and "--data.max_samples" in flags.added
-        assert "--data.max_samples 42 is added" in flag_checks.last_step_notes(flags, RunConfig())[0]
+        assert "--data.max_samples 42 is added" in flag_checks.last_step_notes(flags)[0]
         for rows in (32, 42, 34):
             assert not self.flags(tmp_path, rows).has("--data.max_samples"), rows
 
