@@ -4,8 +4,6 @@
 from ngrpo.machine.models.architecture import ModelSize
 from ngrpo.machine.upstream.placement import Args
 
-ALL_LINEAR = "all-linear"  # OpenRLHF's default of --ds.lora.target_modules
-
 
 def adapter_parameters(size: ModelSize, args: Args) -> int:
     """The parameters of A and B of all adapters: rank × (inputs + outputs) for each adapted linear layer.
@@ -24,9 +22,9 @@ def adapter_parameters(size: ModelSize, args: Args) -> int:
         "down_proj": size.intermediate + size.hidden,
     }
     modules = args["ds.lora.target_modules"]
-    named = [ALL_LINEAR] if isinstance(modules, str) else modules
-    if all(module in widths for module in named):
-        widths = {module: widths[module] for module in named}
+    # OpenRLHF's default is no list, but the word "all-linear".
+    if not isinstance(modules, str) and all(module in widths for module in modules):
+        widths = {module: widths[module] for module in modules}
     return size.layers * args["ds.lora.rank"] * sum(widths.values())
 
 

@@ -48,11 +48,13 @@ def merge(base: str, adapter: Path, target: Path) -> None:
     except (RuntimeError, ValueError) as error:
         raise UsageError(f"adapter {str(adapter)!r} does not fit the model {base!r}: {error}") from None
     # PEFT loads what it finds a module for, and only warns about the rest.
-    saved = sum("lora_" in name for name in load_peft_weights(str(adapter), device="cpu"))
+    saved = sum(lora.is_factor(name) for name in load_peft_weights(str(adapter), device="cpu"))
     loaded = sum(lora.is_factor(name) for name, _ in model.named_parameters())
     if saved != loaded:
-        found = f"the adapter has {saved} matrices, and the model has modules for {loaded}"
-        raise UsageError(f"adapter {str(adapter)!r} does not fit the model {base!r}: {found}. Give its own base model.")
+        raise UsageError(
+            f"adapter {str(adapter)!r} does not fit the model {base!r}: the adapter has {saved} matrices, and the model"
+            f" has modules for {loaded}. Give its own base model."
+        )
     lora.check_adapters(model, perturbed=False)
     for weight in lora.engine_weights(model):
         if weight.adapter is not None:

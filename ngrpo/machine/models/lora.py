@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -78,7 +79,7 @@ def update_of(adapter: LoraLayer) -> Tensor:
     return update.T if is_transposed else update
 
 
-def has_adapters(model: nn.Module) -> bool:
+def has_adapters(model: nn.Module) -> TypeGuard[PeftModel]:
     """Whether PEFT has wrapped a model."""
     return hasattr(model, "peft_config")
 

@@ -35,7 +35,8 @@ def send_merged_weights(trainer: ActorPPOTrainer) -> None:
     """`ActorPPOTrainer.broadcast_to_vllm` for a model with adapters: engines get the weights that training changes.
 
     All ranks take part. As in OpenRLHF, an engine and its trainer either share GPUs, where each rank lends its weight
-    by a CUDA IPC handle, or rank 0 broadcasts over NCCL.
+    by a CUDA IPC handle, or rank 0 broadcasts over NCCL. OpenRLHF's functions that send one parameter are local to its
+    method and take a parameter with its name in the model, so they are repeated here for merged weights.
     """
     import ray
     from openrlhf.utils.distributed_util import torch_dist_barrier_and_cuda_sync
@@ -130,10 +131,9 @@ def save_model(
     import deepspeed
     from openrlhf.models import Actor as PolicyOrReference
     from openrlhf.utils.distributed_util import torch_dist_barrier_and_cuda_sync
-    from peft import PeftModel
 
     module = self._unwrap_model(model)
-    if not isinstance(model, PolicyOrReference) or not isinstance(module, PeftModel):
+    if not isinstance(model, PolicyOrReference) or not lora.has_adapters(module):
         original(self, model, tokenizer, output_dir, **kwargs)
         return
     trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
