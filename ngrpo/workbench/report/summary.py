@@ -35,6 +35,8 @@ _TRAINED = ("trained_groups", "trained_responses", "optimizer_steps")
 # group_reward_std is OpenRLHF's mean over groups: 0 where none has anything to learn.
 _AS_LOGGED = ("group_reward_std", *_TRAINED, "cut_prompts", "cut_turns")
 _MOST_ROWS = 14
+# Releases up to 0.1 logged a metric under another name; their logs are still read.
+_OLD_NAMES = {"anchor_agreement": "sampled_token_kept"}
 
 
 class Column(NamedTuple):
@@ -49,7 +51,7 @@ _STEP = Column("step", "step", ".0f")
 _COLUMNS = (
     Column("reward", "reward", ".3f"),
     Column("rate", "rate", ".3f"),
-    Column("anchor≠sampled", "anchor_differs", ".3f"),
+    Column("token replaced", "sampled_token_replaced", ".3f"),
     Column("shift", "shift", ".3f"),
     Column("gap perturbed", "gap_perturbed_mean", ".1e"),
     Column("max", "gap_perturbed_max", ".1e"),
@@ -161,8 +163,8 @@ def write_again(folder: Path) -> None:
 def steps(scalars: Series) -> list[dict[str, float]]:
     """One row per training step, with the keys that were logged for it.
 
-    ``tokens_per_second`` divides the generated tokens by the generation's time; ``anchor_differs`` is the share of
-    perturbed positions with another token than the sampled one.
+    ``tokens_per_second`` divides the generated tokens by the generation's time; ``sampled_token_replaced`` is the share
+    of perturbed positions whose text has another token than the sampled one.
     """
     train = {tag.removeprefix(_PREFIX): values for tag, values in scalars.items() if tag.startswith(_PREFIX)}
     rows = []
@@ -173,11 +175,12 @@ def steps(scalars: Series) -> list[dict[str, float]]:
             if tag.startswith(_GROUPED):
                 row[tag.replace("/", "_")] = value
             elif tag.startswith(_PERTURBATION):
-                row[tag.removeprefix(_PERTURBATION)] = value
+                name = tag.removeprefix(_PERTURBATION)
+                row[_OLD_NAMES.get(name, name)] = value
             elif tag in _AS_LOGGED:
                 row[tag] = value
-        if "anchor_agreement" in row:
-            row["anchor_differs"] = 1.0 - row["anchor_agreement"]
+        if "sampled_token_kept" in row:
+            row["sampled_token_replaced"] = 1.0 - row["sampled_token_kept"]
         seconds = logged.get("timing/generation", 0.0)
         length = logged.get("rollout/response_length_mean")
         responses = logged.get("rollout/num_samples")

@@ -21,7 +21,7 @@ from tests.support.run import run_of
 
 TRAINED = {"trained_groups": 3.0, "trained_responses": 24.0, "optimizer_steps": 2.0}
 TRAINED |= {"cut_prompts": 1.0, "cut_turns": 2.0}
-MEASURES = {"rate": 0.1, "anchor_agreement": 0.75, "shift": 0.02, "record_bytes_per_token": 2.5}
+MEASURES = {"rate": 0.1, "sampled_token_kept": 0.75, "shift": 0.02, "record_bytes_per_token": 2.5}
 MEASURES |= {"gap_perturbed_mean": 0.001, "gap_perturbed_max": 0.01, "gap_plain_mean": 0.002, "gap_plain_max": 0.03}
 PERTURBED = TRAINED | {f"perturbation/{name}": value for name, value in MEASURES.items()}
 
@@ -65,7 +65,7 @@ def test_perturbed_run(tmp_path: Path) -> None:
     row = found["steps"][1]
     assert row["step"] == 2 and row["reward"] == 0.5
     assert row["tokens_per_second"] == pytest.approx(10 * 32 / 4)
-    assert row["anchor_differs"] == pytest.approx(0.25) and TRAINED.items() <= row.items()
+    assert row["sampled_token_replaced"] == pytest.approx(0.25) and TRAINED.items() <= row.items()
     assert (found["perturbation"], found["seed"], found["hardware"]) == (spec, 7, "cpu")
     assert found["versions"]["torch"] and found["places"]["checkpoint"] == "m"
     assert found["scalars"]["eval/eval_default_pass1"] == {"3": 0.5}
@@ -159,3 +159,10 @@ def test_no_summary_of_a_run_without_a_step(tmp_path: Path, capsys: pytest.Captu
     parse.run_config(["--model", "sandbox", "--task", "arithmetic"]).write(tmp_path / FILE)
     assert cli.main(["report", str(tmp_path)]) == 2
     assert "logged no training step" in capsys.readouterr().err
+
+
+def test_a_metric_of_an_earlier_release_is_read_by_its_name_of_today() -> None:
+    logged = {"train/rollout/reward_mean": {1: 0.5}, "train/perturbation/anchor_agreement": {1: 0.75}}
+    (row,) = summary.steps(logged)
+    assert row["sampled_token_kept"] == 0.75 and row["sampled_token_replaced"] == 0.25
+    assert "anchor_agreement" not in row
