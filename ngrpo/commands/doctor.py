@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ngrpo import patches
 from ngrpo.commands.command_parser import CommandParser
 from ngrpo.config import compatibility
+from ngrpo.machine.colors import state_column
 from ngrpo.machine.console import Report
 from ngrpo.machine.hardware import cuda, gpu_plan, profile_for, stand_ins, surroundings
 from ngrpo.machine.models import architecture, experts, packaged
@@ -45,6 +46,8 @@ if TYPE_CHECKING:
 
 _PLUGIN = "ngrpo_perturbation"
 _SECONDS = 300  # that the self-test may take
+_WIDTH = 100
+_INDENT = " " * 7  # below the column of the states
 _SURROUNDINGS = {
     "caches": surroundings.check_caches,
     "folder for temporary files": surroundings.check_sockets,
@@ -78,18 +81,24 @@ def run(argv: Sequence[str], *, report: Report) -> int:
     faults = 0
     for finding in _examine(tested_model, report, named_model):
         summary = f"{finding.subject}: {finding.state}"
-        if finding.fix is None:
-            print(f"ok     {summary}", flush=True)
-            report_lines.append(f"- ok {summary}")
-        else:
-            print(f"WRONG  {summary}", flush=True)
-            print(textwrap.indent(f"fix: {finding.fix}", " " * 7))
-            report_lines.append(f"- WRONG {summary}")
+        state = "ok" if finding.fix is None else "WRONG"
+        print(f"{state_column(state, len(_INDENT))}{_wrapped(summary)}", flush=True)
+        report_lines.append(f"- {state} {summary}")
+        if finding.fix is not None:
+            print(f"{_INDENT}{_wrapped(f'fix: {finding.fix}')}", flush=True)
             faults += 1
     machine = ", ".join(f"{key} {value}" for key, value in versions.machine().items())
     print("", "--- for a bug report ---", f"- {machine}", *report_lines, "---", sep="\n")
     report(f"{faults} of {len(report_lines)} findings need fixing" if faults else "all is well")
     return 1 if faults else 0
+
+
+def _wrapped(text: str) -> str:
+    """A text in lines of at most 100 columns, below one another behind the column of the states."""
+    lines: list[str] = []
+    for paragraph in text.splitlines():
+        lines += textwrap.wrap(paragraph, _WIDTH - len(_INDENT), break_long_words=False, break_on_hyphens=False)
+    return f"\n{_INDENT}".join(lines)
 
 
 def _examine(tested_model: str | None, report: Report, named_model: str | None) -> Iterator[Finding]:
