@@ -21,7 +21,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import textwrap
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -33,7 +32,7 @@ from ngrpo import patches
 from ngrpo.commands.command_parser import CommandParser
 from ngrpo.config import compatibility
 from ngrpo.machine.colors import state_column
-from ngrpo.machine.console import Report
+from ngrpo.machine.console import Report, hanging
 from ngrpo.machine.hardware import cuda, gpu_plan, profile_for, stand_ins, surroundings
 from ngrpo.machine.models import architecture, experts, packaged
 from ngrpo.machine.upstream import placement, versions
@@ -46,7 +45,6 @@ if TYPE_CHECKING:
 
 _PLUGIN = "ngrpo_perturbation"
 _SECONDS = 300  # that the self-test may take
-_WIDTH = 100
 _INDENT = " " * 7  # below the column of the states
 _SURROUNDINGS = {
     "caches": surroundings.check_caches,
@@ -82,23 +80,15 @@ def run(argv: Sequence[str], *, report: Report) -> int:
     for finding in _examine(tested_model, report, named_model):
         summary = f"{finding.subject}: {finding.state}"
         state = "ok" if finding.fix is None else "WRONG"
-        print(f"{state_column(state, len(_INDENT))}{_wrapped(summary)}", flush=True)
+        print(f"{state_column(state, len(_INDENT))}{hanging(summary, _INDENT)}", flush=True)
         report_lines.append(f"- {state} {summary}")
         if finding.fix is not None:
-            print(f"{_INDENT}{_wrapped(f'fix: {finding.fix}')}", flush=True)
+            print(f"{_INDENT}{hanging(f'fix: {finding.fix}', _INDENT)}", flush=True)
             faults += 1
     machine = ", ".join(f"{key} {value}" for key, value in versions.machine().items())
     print("", "--- for a bug report ---", f"- {machine}", *report_lines, "---", sep="\n")
     report(f"{faults} of {len(report_lines)} findings need fixing" if faults else "all is well")
     return 1 if faults else 0
-
-
-def _wrapped(text: str) -> str:
-    """A text in lines of at most 100 columns, below one another behind the column of the states."""
-    lines: list[str] = []
-    for paragraph in text.splitlines():
-        lines += textwrap.wrap(paragraph, _WIDTH - len(_INDENT), break_long_words=False, break_on_hyphens=False)
-    return f"\n{_INDENT}".join(lines)
 
 
 def _examine(tested_model: str | None, report: Report, named_model: str | None) -> Iterator[Finding]:

@@ -82,6 +82,14 @@ def help_entry(term: str, text: str, *, column: int, width: int = 80) -> list[st
     return [first_line, *(" " * column + line for line in lines)]
 
 
+def hanging(text: str, indent: str, *, width: int = 100) -> str:
+    """A text in lines of at most ``width`` columns, each but the first behind ``indent``; its own lines stay apart."""
+    lines: list[str] = []
+    for paragraph in text.splitlines():
+        lines += textwrap.wrap(paragraph, width - len(indent), break_long_words=False, break_on_hyphens=False)
+    return f"\n{indent}".join(lines)
+
+
 def token_texts(tokens: Sequence[int], tokenizer: TokenizerLike) -> list[str]:
     """The text of each token. A token that ends within a character is empty; the next one has the whole character."""
     texts: list[str] = []
