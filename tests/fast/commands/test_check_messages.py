@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """`ngrpo check` of a file with a mistake: one message with its line, and no verdict on what could not be checked."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from ngrpo import cli
+from perturbations import registry
 
 FILE = '''
 from dataclasses import dataclass
@@ -36,6 +38,15 @@ LATER = [
     "very peaked logits",
     "uniform logits",
 ]
+
+
+@pytest.fixture(autouse=True)
+def forgotten() -> Iterator[None]:
+    """What the files register is forgotten after each test."""
+    before = dict(registry.perturbations.registered)
+    yield
+    registry.perturbations.registered.clear()
+    registry.perturbations.registered.update(before)
 
 
 def checked(text: str, folder: Path, capfd: pytest.CaptureFixture[str], code: int = 1) -> list[str]:
