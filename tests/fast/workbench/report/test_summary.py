@@ -13,6 +13,7 @@ from ngrpo import cli
 from ngrpo.commands import train
 from ngrpo.config import parse
 from ngrpo.config.run import FILE
+from ngrpo.machine.storage.datafiles import event_files, read_texts
 from ngrpo.trainers.openrlhf import launch
 from ngrpo.workbench.report import summary
 from perturbations import create
@@ -166,3 +167,27 @@ def test_a_metric_of_an_earlier_release_is_read_by_its_name_of_today() -> None:
     (row,) = summary.steps(logged)
     assert row["sampled_token_kept"] == 0.75 and row["sampled_token_replaced"] == 0.25
     assert "anchor_agreement" not in row
+
+
+def test_samples_of_steps_are_read_from_the_log(tmp_path: Path) -> None:
+    """As OpenRLHF's logger writes them, with a backslash and an n. Of ten steps six are kept; long texts are cut."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    writer = SummaryWriter(log_dir=str(tmp_path))
+    for step in range(1, 11):
+        text = "What is 1 + 2?\n" + "x" * (5000 if step == 10 else 3)
+        writer.add_text("train/generated_samples", f"Sample:\\n{text}\\n\\nReward: {step / 10:.4f}", step)
+    writer.close()
+    logged = read_texts(tmp_path, event_files(tmp_path), "train/generated_samples")
+    kept = summary.samples(logged)
+    assert [(row["step"], row["reward"]) for row in kept] == [
+        (1, 0.1),
+        (3, 0.3),
+        (5, 0.5),
+        (6, 0.6),
+        (8, 0.8),
+        (10, 1.0),
+    ]
+    assert kept[0]["text"] == "What is 1 + 2?\nxxx"
+    assert kept[-1]["text"].startswith("What is") and "\n[… 2,015 characters …]\n" in kept[-1]["text"]
+    assert summary.samples({1: "another form"}) == []
