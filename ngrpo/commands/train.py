@@ -113,7 +113,7 @@ from ngrpo.commands import dry_run, extensions
 from ngrpo.config import complete_run, parse, rules, run_notes, stretches, verl_lines
 from ngrpo.config.complete_run import CompleteRun
 from ngrpo.config.run import FILE, RunConfig
-from ngrpo.machine import console
+from ngrpo.machine import console, progress
 from ngrpo.machine.models import packaged
 from ngrpo.machine.storage.result_folder import CannotWrite, read_json, reserved_folder
 from ngrpo.machine.upstream import versions
@@ -199,7 +199,7 @@ def _train(run: RunConfig, folder: Path, report: console.Report) -> int:
     began = time.time()
     end: BaseException | None = None
     try:
-        with console.into_file(Path(run.log_file).expanduser()) if run.log_file else nullcontext():
+        with progress.into_file(Path(run.log_file).expanduser()) if run.log_file else nullcontext():
             launch.launch(run)
     except (launch.TrainingFailed, KeyboardInterrupt) as error:
         end = error

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ngrpo.machine.console import show_progress
+from ngrpo.machine.progress import show_progress
 from ngrpo.trainers.common.mismatch import ReplayGap, check_gap, step_metrics
 from ngrpo.trainers.openrlhf.actor_trainer import MEAN_METRICS
 from ngrpo.trainers.openrlhf.trainer import add_measures
