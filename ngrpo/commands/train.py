@@ -79,16 +79,18 @@ the run
   --report.groups N         keep all responses to N prompts of a few steps, for
                             a look into groups in report.html [0]
   --dry-run [[[NODES x] GPUS x] GB]
-                            print configuration, placement and memory, check,
-                            and start nothing; 2x8x80: on two nodes with eight
-                            GPUs of 80 GB [this machine or cluster]
+                            print each added flag with its reason, configuration,
+                            placement and memory, check, and start nothing;
+                            2x8x80: on two nodes with eight GPUs of 80 GB [this
+                            machine or cluster]
   --print verl              print the run as overrides of verl's main_ppo, and
                             start nothing (docs/integrations.md)
   --hardware auto|cpu|cuda  hardware profile [auto: CUDA if present]
   --run-dir DIR             model, checkpoints, TensorBoard log, summary.json
                             [runs/<time>-<perturbation>]
-  --log-file FILE           what the engines print goes there, a few lines of
-                            progress to the screen
+  --log-file FILE           what the engines print goes there; the screen shows
+                            each phase of the run (loading the actor, evaluating
+                            64 problems: 40) and each step
 
 examples
   ngrpo train --perturbation neighbor --perturbation.rate 0.1 \\
