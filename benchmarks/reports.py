@@ -10,6 +10,7 @@ A report is a function of its results: tests/fast/benchmarks/test_reports.py fai
 import argparse
 import gzip
 import json
+import os
 import shutil
 import subprocess
 import tempfile
@@ -34,15 +35,24 @@ def write(packed: Path, page: Path) -> None:
     write_report(json.loads(gzip.decompress(packed.read_bytes())), page)
 
 
+def browser() -> str | None:
+    """The path of this machine's Chromium: the environment's CHROMIUM, or the first of the usual names."""
+    for name in (os.environ.get("CHROMIUM", ""), *_BROWSERS):
+        path = shutil.which(name)
+        if path is not None:
+            return path
+    return None
+
+
 def photograph(page: Path, picture: Path) -> bool:
     """Makes a picture of a page's head; False where this machine has no browser."""
-    browser = next((path for name in _BROWSERS if (path := shutil.which(name))), None)
-    if browser is None:
+    program = browser()
+    if program is None:
         return False
     with tempfile.TemporaryDirectory() as profile:
         subprocess.run(
             [
-                browser,
+                program,
                 "--headless",
                 "--no-sandbox",
                 "--disable-gpu",
@@ -72,7 +82,10 @@ def main() -> None:
     if options.no_picture:
         return
     picture = DOCS / "compare.png"
-    print(picture if photograph(_SHOWN, picture) else f"{picture} stays as it was: there is no Chromium (make browser)")
+    if photograph(_SHOWN, picture):
+        print(picture)
+    else:
+        print(f"{picture} stays as it was: there is no Chromium (make browser)")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from ngrpo.config import complete_run, kinds, parse, rules, run_notes
 from ngrpo.config.complete_run import CompleteRun
 from ngrpo.config.run import SETTINGS, RunConfig
 from ngrpo.machine.colors import colored, state_column
-from ngrpo.machine.console import help_entry, text_table
+from ngrpo.machine.console import hanging, help_entry, text_table
 from ngrpo.machine.hardware import gpu_plan, lora_plan
 from ngrpo.machine.models import architecture
 from ngrpo.machine.upstream import openrlhf_flags, placement
@@ -44,7 +44,7 @@ def dry_run(run: RunConfig, shape: str, *, checks_only: bool = False) -> int:
     complete = complete_run.make(run)
     rules.check_parsed(complete)
     for note in (*run.notes, *run_notes.all_notes(complete)):
-        print(_filled(f"{colored('warning', 'yellow')}: {note}", indent="  "))
+        print(f"{colored('warning', 'yellow')}: {hanging(note, _INDENT, width=_WIDTH)}")
     if checks_only:
         return _run_checks(rules.outcomes(complete))
 
@@ -76,10 +76,6 @@ def _print_section(title: str, lines: Iterable[str]) -> None:
     print()
 
 
-def _filled(text: str, *, indent: str) -> str:
-    return textwrap.fill(text, _WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
-
-
 def _run_checks(checks: Iterable[tuple[str, Callable[[], str | None]]]) -> int:
     """Prints a line for each check, with the fix of an error or the reason why it could not look; 1 for any error."""
     failed = 0
@@ -91,13 +87,9 @@ def _run_checks(checks: Iterable[tuple[str, Callable[[], str | None]]]) -> int:
             detail = str(error)
             state = _WRONG
             failed = 1
-        paragraphs = [label] if detail is None else [label, detail]
-        lines: list[str] = []
-        for paragraph in paragraphs:
-            lines += textwrap.wrap(paragraph, _WIDTH - len(_INDENT), break_long_words=False, break_on_hyphens=False)
-        print(f"  {state_column(state, 7)}{lines[0]}")
-        for line in lines[1:]:
-            print(f"{_INDENT}{line}")
+        print(f"  {state_column(state, 7)}{hanging(label, _INDENT, width=_WIDTH)}")
+        if detail is not None:
+            print(f"{_INDENT}{hanging(detail, _INDENT, width=_WIDTH)}")
     return failed
 
 

@@ -288,7 +288,8 @@ def read_texts(folder: Path, files: Iterable[str], tag: str) -> dict[int, str]:
     for file in files:
         events = EventAccumulator(str(folder / file), size_guidance={TENSORS: 0})
         events.Reload()
-        if name in events.Tags()["tensors"]:
+        tags: Any = events.Tags()["tensors"]
+        if name in tags:
             for event in events.Tensors(name):
                 by_step[event.step] = event.tensor_proto.string_val[0].decode(errors="replace")
     return dict(sorted(by_step.items()))
