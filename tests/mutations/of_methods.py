@@ -46,7 +46,7 @@ MUTATIONS = {
         (
             "agreed=int(record.agreed[is_counted].sum())",
             "agreed=int(record.agreed.sum())",
-            "anchor_agreement counts positions that its denominator leaves out",
+            "sampled_token_kept counts positions that its denominator leaves out",
         ),
     ],
     ("ngrpo/methods/advantages/best_of_k.py", _OBJECTIVES): [

@@ -159,7 +159,7 @@ def _quotients(totals: Mapping[str, int], with_planned: bool) -> dict[str, float
         "rate": ("perturbed", "generated"),
         "record_bytes_per_token": ("bytes", "generated"),
         "prefix_hit_rate": ("cached", "prompted"),
-        "anchor_agreement": ("agreed", "perturbed"),
+        "sampled_token_kept": ("agreed", "perturbed"),
     }
     if with_planned:
         quotients["planned_rate"] = ("planned", "generated")

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ngrpo.config.run import current_run
 from ngrpo.machine.models import lora
+from ngrpo.machine.progress import announce
 from ngrpo.machine.storage.parameters_file import attach
 from ngrpo.machine.upstream.patch import around
 from ngrpo.machine.upstream.types import DeepspeedStrategy, Upstream
@@ -60,6 +61,7 @@ class _Replaying(Upstream):
         model = getattr(self, self.model_attribute)
         side_inputs = kwargs.get("mm_train_inputs_list")
         if run.perturbation is not None and not self._is_checked:
+            announce("start-up check of the replay")
             check_replay(model_of(model), self.unperturbed_log_probs)
             self._is_checked = True
         entropies: list[Tensor] = []

@@ -30,6 +30,7 @@ class Generator:
 
     def __init__(self) -> None:
         self.vllm_engines = [Engine()]
+        self.eval_dataloader = SimpleNamespace(dataset=["p"])
 
     def generate_samples(self) -> None:
         self._generate_vllm()

@@ -132,6 +132,7 @@ class Generator:
 
         self.vllm_engines = [SimpleNamespace(generate_responses=SimpleNamespace(remote=remote))]
         self.args = SimpleNamespace(rollout=SimpleNamespace(batch_size=8, **rollout))
+        self.eval_dataloader = SimpleNamespace(dataset=["a"])
 
     def _generate_vllm(self, batches: Sequence[list[str]] = (["a"],), **kwargs: Any) -> None:
         for prompts in batches:

@@ -76,6 +76,17 @@ def test_training_run_has_its_parts(tmp_path: Path) -> None:
     assert "eval_default_pass1 0.125 (step 0) → 0.750 (step 3)" in page.words and "eval_num_samples" not in page.text
 
 
+def test_responses_stand_beside_the_curves_of_their_arm(tmp_path: Path) -> None:
+    """Of the first finished run of each arm, as text: what a model writes is never markup."""
+    data = example()
+    assert "Responses along the curve" not in written(tmp_path, data)[1].text
+    for run in data["runs"]:
+        run["samples"] = [{"step": 1, "reward": 0.0, "text": f"{run['id']} <b>so</b>"}]
+    _, page = written(tmp_path, data)
+    assert "Responses along the curve" in page.text and "neighbor-seed0 <b>so</b>" in page.text
+    assert "neighbor-seed1 <b>so</b>" not in page.text
+
+
 def test_same_data_same_bytes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = example()
     before = copy.deepcopy(data)

@@ -11,7 +11,7 @@ import pytest
 
 from ngrpo.workbench.report import headline, responses
 from ngrpo.workbench.report.charts import _seed_means
-from ngrpo.workbench.report.drawing import Series, spread
+from ngrpo.workbench.report.drawing import Series, beginning, spread
 from ngrpo.workbench.report.values import between, duration, format_number, shown, size, token
 from tests.support.report_example import example
 from tests.support.report_example import groups as kept_steps
@@ -41,15 +41,32 @@ def test_scales() -> None:
     assert scale(0.5) == 50.0 and scale(7.0) == 0.0
     assert spread([0.8, 0.81], (0, 1)).labels == ["0.800", "0.802", "0.804", "0.806", "0.808", "0.810"]
     assert spread([3.0, 3.0], (0.0, 1.0))(3.0) == 0.5
-    assert spread([0.0, 4e-8], (0, 1), count=4).labels == ["0", "1e−08", "2e−08", "3e−08", "4e−08"]
+    assert spread([0.0, 4e-8], (0, 1), count=4).labels == ["0", "1e−8", "2e−8", "3e−8", "4e−8"]
+    assert spread([0.0, 1.4e-5], (0, 1), count=3).labels == ["0", "5e−6", "1e−5", "1.5e−5"]
+    assert spread([0.0, 4e6], (0, 1), count=4).labels == ["0", "1e6", "2e6", "3e6", "4e6"]
+    assert spread([0.0, 0.0004], (0, 1), count=4).labels[1] == "0.0001"
     assert spread([1, 40], (0, 1), count=4, least=1.0).labels == ["0", "10", "20", "30", "40"]
     assert spread([1, 3], (0, 1), count=7, least=1.0).labels == ["1", "2", "3"]
+
+
+@pytest.mark.parametrize(
+    ("values", "share", "said"),
+    [
+        ([0.8, 0.81], False, ", axis from 0.800"),
+        ([0.13, 0.92], True, ""),
+        ([-0.4, 0.2], False, ""),
+        ([-0.4, -0.3], False, ", axis up to −0.30"),
+        ([2e-6, 2.1e-6], False, ", axis from 2e−6"),
+    ],
+)
+def test_an_axis_that_leaves_out_zero_says_so(values: list[float], share: bool, said: str) -> None:
+    assert beginning(spread(values, (0.0, 1.0), share=share)) == said
 
 
 def test_values() -> None:
     numbers = [format_number(value) for value in (0.12345, -1, 1234.5, None, float("nan"), True, "3")]
     assert numbers == ["0.123", "−1.000", "1,234.500", "–", "–", "–", "–"]
-    assert format_number(3.2e-6, 5) == "3.2e−06"
+    assert format_number(3.2e-6, 5) == "3.2e−6"
     signed = [format_number(value, sign=True) for value in (0.03, -0.03, 0, None)]
     assert signed == ["+0.030", "−0.030", "0.000", "–"]
     assert between(-0.1, 0.2, 1, sign=True) == "−0.1 to +0.2" and between(None, 1) == "–"

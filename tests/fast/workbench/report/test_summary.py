@@ -13,6 +13,7 @@ from ngrpo import cli
 from ngrpo.commands import train
 from ngrpo.config import parse
 from ngrpo.config.run import FILE
+from ngrpo.machine.storage.datafiles import event_files, read_texts
 from ngrpo.trainers.openrlhf import launch
 from ngrpo.workbench.report import summary
 from perturbations import create
@@ -21,7 +22,7 @@ from tests.support.run import run_of
 
 TRAINED = {"trained_groups": 3.0, "trained_responses": 24.0, "optimizer_steps": 2.0}
 TRAINED |= {"cut_prompts": 1.0, "cut_turns": 2.0}
-MEASURES = {"rate": 0.1, "anchor_agreement": 0.75, "shift": 0.02, "record_bytes_per_token": 2.5}
+MEASURES = {"rate": 0.1, "sampled_token_kept": 0.75, "shift": 0.02, "record_bytes_per_token": 2.5}
 MEASURES |= {"gap_perturbed_mean": 0.001, "gap_perturbed_max": 0.01, "gap_plain_mean": 0.002, "gap_plain_max": 0.03}
 PERTURBED = TRAINED | {f"perturbation/{name}": value for name, value in MEASURES.items()}
 
@@ -65,7 +66,7 @@ def test_perturbed_run(tmp_path: Path) -> None:
     row = found["steps"][1]
     assert row["step"] == 2 and row["reward"] == 0.5
     assert row["tokens_per_second"] == pytest.approx(10 * 32 / 4)
-    assert row["anchor_differs"] == pytest.approx(0.25) and TRAINED.items() <= row.items()
+    assert row["sampled_token_replaced"] == pytest.approx(0.25) and TRAINED.items() <= row.items()
     assert (found["perturbation"], found["seed"], found["hardware"]) == (spec, 7, "cpu")
     assert found["versions"]["torch"] and found["places"]["checkpoint"] == "m"
     assert found["scalars"]["eval/eval_default_pass1"] == {"3": 0.5}
@@ -159,3 +160,34 @@ def test_no_summary_of_a_run_without_a_step(tmp_path: Path, capsys: pytest.Captu
     parse.run_config(["--model", "sandbox", "--task", "arithmetic"]).write(tmp_path / FILE)
     assert cli.main(["report", str(tmp_path)]) == 2
     assert "logged no training step" in capsys.readouterr().err
+
+
+def test_a_metric_of_an_earlier_release_is_read_by_its_name_of_today() -> None:
+    logged = {"train/rollout/reward_mean": {1: 0.5}, "train/perturbation/anchor_agreement": {1: 0.75}}
+    (row,) = summary.steps(logged)
+    assert row["sampled_token_kept"] == 0.75 and row["sampled_token_replaced"] == 0.25
+    assert "anchor_agreement" not in row
+
+
+def test_samples_of_steps_are_read_from_the_log(tmp_path: Path) -> None:
+    """As OpenRLHF's logger writes them, with a backslash and an n. Of ten steps six are kept; long texts are cut."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    writer = SummaryWriter(log_dir=str(tmp_path))
+    for step in range(1, 11):
+        text = "What is 1 + 2?\n" + "x" * (5000 if step == 10 else 3)
+        writer.add_text("train/generated_samples", f"Sample:\\n{text}\\n\\nReward: {step / 10:.4f}", step)
+    writer.close()
+    logged = read_texts(tmp_path, event_files(tmp_path), "train/generated_samples")
+    kept = summary.samples(logged)
+    assert [(row["step"], row["reward"]) for row in kept] == [
+        (1, 0.1),
+        (3, 0.3),
+        (5, 0.5),
+        (6, 0.6),
+        (8, 0.8),
+        (10, 1.0),
+    ]
+    assert kept[0]["text"] == "What is 1 + 2?\nxxx"
+    assert kept[-1]["text"].startswith("What is") and "\n[… 2,015 characters …]\n" in kept[-1]["text"]
+    assert summary.samples({1: "another form"}) == []
