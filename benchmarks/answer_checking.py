@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """How often the math scorer is wrong: reference answers of MATH in other forms, and against wrong answers.
 
-python -m benchmarks.answer_checking PROBLEMS.parquet [--answers 1000] [--show]
+    python -m benchmarks.answer_checking PROBLEMS.parquet [--answers 1000] [--show]
+
+PROBLEMS are problems with math answers, as `ngrpo eval --data` takes them.
 """
 
-import argparse
 import random
 import re
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from dataclasses import dataclass, field
 from decimal import Decimal
 from fractions import Fraction
 
+from benchmarks.command_line import parser_of
 from benchmarks.machine import describe
 from ngrpo.methods.scoring.answers import check_math
 from ngrpo.workbench.evaluate import load_problems
@@ -57,14 +59,20 @@ def right_forms(answer: str) -> Iterator[tuple[str, str]]:
     yield "after Answer:", f"We count them all.\n\n**Answer:** {answer}"
     yield "after thinking", f"<think>Is it $\\boxed{{3}}$? No.</think>The answer is $\\boxed{{{answer}}}$."
     if "\\frac" in answer:
-        yield "dfrac", f"\\boxed{{{answer.replace(chr(92) + 'frac', chr(92) + 'dfrac')}}}"
-        yield "tfrac", f"The answer is ${answer.replace(chr(92) + 'frac', chr(92) + 'tfrac')}$."
+        display_fractions = answer.replace("\\frac", "\\dfrac")
+        text_fractions = answer.replace("\\frac", "\\tfrac")
+        yield "dfrac", f"\\boxed{{{display_fractions}}}"
+        yield "tfrac", f"The answer is ${text_fractions}$."
     if "(" in answer and "\\left" not in answer:
         spaced = answer.replace("(", "\\left( ").replace(")", " \\right)").replace(",", ", ")
         yield "left, right and spaces", f"\\boxed{{{spaced}}}"
     number = value(answer)
-    if number is None:
-        return
+    if number is not None:
+        yield from _right_forms_of_number(answer, number)
+
+
+def _right_forms_of_number(answer: str, number: Fraction) -> Iterator[tuple[str, str]]:
+    """Forms that only a number has."""
     if number.denominator > 1 and "\\frac" in answer:
         yield "a/b, boxed", f"\\boxed{{{number.numerator}/{number.denominator}}}"
         yield "a/b, bare", f"{number.numerator}/{number.denominator}"
@@ -103,14 +111,15 @@ def wrong_forms(answer: str, others: list[str], chance: random.Random) -> Iterat
     if number is None:
         return
     yield "one more", f"\\boxed{{{_latex(number + 1)}}}"
-    yield "ten times", f"The answer is ${_latex(number * 10 if number else Fraction(10))}$."
+    ten_times = number * 10 if number else Fraction(10)
+    yield "ten times", f"The answer is ${_latex(ten_times)}$."
     if number:
         yield "negated", f"\\boxed{{{_latex(-number)}}}"
     if number.denominator == 1:
         yield "the question again", f"{number - 7} + 7"
         yield "the question again, in words", f"To calculate {number - 7} + 7, we take"
     if number.denominator > 1:
-        yield "upside down", f"\\boxed{{{_latex(1 / number)}}}" if abs(number) != 1 else "\\boxed{}"
+        yield "upside down", f"\\boxed{{{_latex(1 / number)}}}"
 
 
 def measure(answers: list[str], seed: int = 0) -> tuple[dict[str, Rate], dict[str, Rate]]:
@@ -128,9 +137,11 @@ def measure(answers: list[str], seed: int = 0) -> tuple[dict[str, Rate], dict[st
     wrong: dict[str, Rate] = {}
     for answer in answers:
         for form, text in right_forms(answer):
-            right.setdefault(form, Rate()).add(not check_math(answer, text).correct, answer, text)
+            accepted = check_math(answer, text).correct
+            right.setdefault(form, Rate()).add(not accepted, answer, text)
         for form, text in wrong_forms(answer, answers, chance):
-            wrong.setdefault(form, Rate()).add(check_math(answer, text).correct, answer, text)
+            accepted = check_math(answer, text).correct
+            wrong.setdefault(form, Rate()).add(accepted, answer, text)
     return right, wrong
 
 
@@ -147,7 +158,8 @@ def told_apart(answers: list[str]) -> dict[str, Rate]:
     for answer in answers:
         boxed = check_math(_UNRELATED, f"\\boxed{{{answer}}}").extracted
         for form, text in right_forms(answer):
-            rates.setdefault(form, Rate()).add(check_math(_UNRELATED, text).extracted != boxed, answer, text)
+            extracted = check_math(_UNRELATED, text).extracted
+            rates.setdefault(form, Rate()).add(extracted != boxed, answer, text)
     return rates
 
 
@@ -164,17 +176,23 @@ def references(source: str, count: int, seed: int = 0) -> list[str]:
 
 def _same(first: str, second: str) -> bool:
     """Whether two references may be the same answer: by value, or by their letters and digits alone."""
-    values = value(first), value(second)
-    if None not in values:
-        return values[0] == values[1]
-    plain = [re.sub(r"\\(?:text|mathrm|mbox)|[^0-9A-Za-z.+-]", "", _LAYOUT.sub("", text)) for text in (first, second)]
-    return plain[0] == plain[1]
+    first_value = value(first)
+    second_value = value(second)
+    if first_value is not None and second_value is not None:
+        return first_value == second_value
+    return _letters_and_digits(first) == _letters_and_digits(second)
+
+
+def _letters_and_digits(answer: str) -> str:
+    without_layout = _LAYOUT.sub("", answer)
+    return re.sub(r"\\(?:text|mathrm|mbox)|[^0-9A-Za-z.+-]", "", without_layout)
 
 
 def _latex(number: Fraction) -> str:
     if number.denominator == 1:
         return str(number.numerator)
-    return f"{'-' if number < 0 else ''}\\frac{{{abs(number.numerator)}}}{{{number.denominator}}}"
+    sign = "-" if number < 0 else ""
+    return f"{sign}\\frac{{{abs(number.numerator)}}}{{{number.denominator}}}"
 
 
 def _decimal(number: Fraction) -> str | None:
@@ -187,24 +205,30 @@ def _decimal(number: Fraction) -> str | None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("source", help="problems with math answers, as ngrpo eval --data takes them")
     parser.add_argument("--answers", type=int, default=1000, help="distinct references [1000]")
     parser.add_argument("--show", action="store_true", help="print every wrong verdict")
     options = parser.parse_args()
     answers = references(options.source, options.answers)
     print(f"{describe()}\n{len(answers)} distinct reference answers\n")
-    titles = ("right answers refused", "wrong answers accepted", "equal answers told apart")
-    for title, rates in zip(titles, (*measure(answers), told_apart(answers))):
-        print(f"{title:<34}{'wrong':>7}{'of':>8}{'rate':>9}")
+    right, wrong = measure(answers)
+    _print_rates("right answers refused", right, options.show)
+    _print_rates("wrong answers accepted", wrong, options.show)
+    _print_rates("equal answers told apart", told_apart(answers), options.show)
+
+
+def _print_rates(title: str, rates: dict[str, Rate], show: bool) -> None:
+    print(f"{title:<34}{'wrong':>7}{'of':>8}{'rate':>9}")
+    for form, rate in rates.items():
+        wrong = len(rate.wrong)
+        print(f"  {form:<32}{wrong:>7}{rate.total:>8}{wrong / rate.total:>9.2%}")
+    all_wrong, all_verdicts = total(rates)
+    print(f"  {'all':<32}{all_wrong:>7}{all_verdicts:>8}{all_wrong / all_verdicts:>9.2%}\n")
+    if show:
         for form, rate in rates.items():
-            print(f"  {form:<32}{len(rate.wrong):>7}{rate.total:>8}{len(rate.wrong) / rate.total:>9.2%}")
-        wrong, all_of_them = total(rates)
-        print(f"  {'all':<32}{wrong:>7}{all_of_them:>8}{wrong / all_of_them:>9.2%}\n")
-        if options.show:
-            for form, rate in rates.items():
-                for answer, text in rate.wrong:
-                    print(f"    {form}: {answer!r} against {text!r}")
+            for answer, text in rate.wrong:
+                print(f"    {form}: {answer!r} against {text!r}")
 
 
 if __name__ == "__main__":

@@ -10,22 +10,27 @@ The truth is the mean difference over all seeds on these problems. Then: eight e
 baseline, and how often any of them is called different; and two tasks pooled.
 """
 
-import argparse
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from benchmarks import pooled
+from benchmarks.command_line import parser_of
 from benchmarks.machine import describe
+from benchmarks.pooled import resampled
 from ngrpo.workbench import statistics
 from ngrpo.workbench.statistics import LEVEL, bounds
 
-PROBLEMS, ANSWERS, GAIN = 16, 32, 0.3
+PROBLEMS = 16
+RESPONSES = 32
+GAIN = 0.3  # of the better strategy, in logits
 SEEDS = (3, 5, 10)
 _REPLICATES = 2000
 _TAILS = [(1 - LEVEL) / 2, (1 + LEVEL) / 2]
+_COLLAPSED = -3.0  # logit of a run that has collapsed
 
 
 @dataclass(frozen=True)
@@ -40,18 +45,25 @@ class World:
 
     def scores(self, draw: np.random.Generator, trials: int, seeds: int, gains: tuple[float, ...]) -> np.ndarray:
         """Shares of right responses, (trials, strategies, seeds, problems); a strategy for each of ``gains``."""
-        ease = np.random.default_rng(1).normal(0.5, 1.0, PROBLEMS)
         shape = (trials, len(gains), seeds, PROBLEMS)
-        shared = self.shared * draw.standard_normal((trials, 1, seeds, 1))
-        run = self.run * draw.standard_normal((*shape[:3], 1)) + self.problem * draw.standard_normal(shape)
-        logits = ease + np.reshape(gains, (1, -1, 1, 1)) + shared + run
-        logits = np.where(draw.random((*shape[:3], 1)) < self.collapse, -3.0, logits)
-        return draw.binomial(ANSWERS, 1 / (1 + np.exp(-logits))) / ANSWERS
+        run_shape = (trials, len(gains), seeds, 1)
+        ease = np.random.default_rng(1).normal(0.5, 1.0, PROBLEMS)
+        seed_effect = self.shared * draw.standard_normal((trials, 1, seeds, 1))
+        run_effect = self.run * draw.standard_normal(run_shape)
+        problem_effect = self.problem * draw.standard_normal(shape)
+        logits = ease + np.reshape(gains, (1, -1, 1, 1)) + seed_effect + (run_effect + problem_effect)
+        logits = np.where(draw.random(run_shape) < self.collapse, _COLLAPSED, logits)
+        return draw.binomial(RESPONSES, 1 / (1 + np.exp(-logits))) / RESPONSES
 
     def truth(self) -> float:
         """The mean difference between a gain of GAIN and none, of very many seeds."""
         scores = self.scores(np.random.default_rng(2), 1, 100_000, (GAIN, 0.0))
         return float((scores[0, 0] - scores[0, 1]).mean())
+
+    def chance_of_improvement(self) -> float:
+        """The probability that a run with a gain of GAIN scores higher than one without, of many seeds."""
+        scores = self.scores(np.random.default_rng(3), 1, 4000, (GAIN, 0.0))[0].mean(axis=2)
+        return float(pooled.wins(scores[0], scores[1]).mean())
 
 
 WORLDS = (
@@ -64,34 +76,39 @@ WORLDS = (
 
 def percentile_of_both(tables: np.ndarray) -> np.ndarray:
     """Resamples seeds and problems, both with replacement. (trials, seeds, problems) -> (trials, 2)"""
+    _, seeds, problems = tables.shape
     draw = np.random.default_rng(0)
-    rows, columns = (draw.multinomial(n, np.full(n, 1 / n), size=_REPLICATES) / n for n in tables.shape[1:])
-    return np.array([bounds(np.einsum("rs,sp,rp->r", rows, table, columns, optimize=True)) for table in tables])
+    seed_weights = resampled(draw, seeds, _REPLICATES)
+    problem_weights = resampled(draw, problems, _REPLICATES)
+    intervals = []
+    for table in tables:
+        replicates = np.einsum("rs,sp,rp->r", seed_weights, table, problem_weights, optimize=True)
+        intervals.append(bounds(replicates))
+    return np.array(intervals)
 
 
 def percentile(tables: np.ndarray) -> np.ndarray:
     """Resamples seeds."""
-    seeds = tables.shape[1]
-    rows = np.random.default_rng(0).multinomial(seeds, np.full(seeds, 1 / seeds), size=_REPLICATES) / seeds
-    return np.quantile(tables.mean(axis=2) @ rows.T, _TAILS, axis=1).T
+    weights = resampled(np.random.default_rng(0), tables.shape[1], _REPLICATES)
+    return np.quantile(tables.mean(axis=2) @ weights.T, _TAILS, axis=1).T
 
 
 def bca(tables: np.ndarray) -> np.ndarray:
     """Bias-corrected and accelerated, over seeds, by scipy."""
     from scipy import stats
 
+    means = tables.mean(axis=2)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # where all seeds agree there is no interval, and nan covers nothing
-        interval = stats.bootstrap(
-            (tables.mean(axis=2),), np.mean, axis=-1, n_resamples=_REPLICATES, method="BCa", batch=100, rng=0
-        ).confidence_interval
+        result = stats.bootstrap((means,), np.mean, axis=-1, n_resamples=_REPLICATES, method="BCa", batch=100, rng=0)
+    interval = result.confidence_interval
     return np.stack([interval.low, interval.high], axis=1)
 
 
 def student(tables: np.ndarray) -> np.ndarray:
     """What `ngrpo compare` has: Student's t over seeds."""
     intervals = [statistics.interval(table) for table in tables]
-    return np.array([[each["low"], each["high"]] for each in intervals], dtype=np.float64)
+    return np.array([[interval["low"], interval["high"]] for interval in intervals], dtype=np.float64)
 
 
 METHODS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
@@ -113,68 +130,111 @@ def coverage(world: World, seeds: int, trials: int, method: Callable[[np.ndarray
 def false_findings(world: World, seeds: int, trials: int, strategies: int = 8) -> tuple[float, float]:
     """The share of comparisons of equal strategies that call one different: without and with Holm's correction."""
     scores = world.scores(np.random.default_rng(seeds), trials, seeds, (0.0,) * (strategies + 1))
-    plain = corrected = 0
+    uncorrected = 0
+    corrected = 0
     for trial in scores:
-        differences = [statistics.paired(ours, trial[0]) for ours in trial[1:]]
-        plain += any(not each["within_noise"] for each in differences)
+        differences = [statistics.paired(strategy, trial[0]) for strategy in trial[1:]]
+        uncorrected += any(not difference["within_noise"] for difference in differences)
         statistics.correct(differences)
-        corrected += any(not each["within_noise"] for each in differences)
-    return plain / trials, corrected / trials
+        corrected += any(not difference["within_noise"] for difference in differences)
+    return uncorrected / trials, corrected / trials
 
 
-def pooled_coverage(worlds: tuple[World, World], seeds: int, trials: int) -> tuple[float, float, float]:
-    """Of two tasks: the mean difference by Welch's t and by the bootstrap; the probability of improvement."""
-    sides = [world.scores(np.random.default_rng(i), trials, seeds, (GAIN, 0.0)) for i, world in enumerate(worlds)]
-    scores = [side.mean(axis=3) for side in sides]  # (trials, 2, seeds) each
-    mean = float(np.mean([world.truth() for world in worlds]))
-    many = [w.scores(np.random.default_rng(3), 1, 4000, (GAIN, 0.0))[0].mean(axis=2) for w in worlds]
-    chance = float(np.mean([pooled.wins(*both).mean() for both in many]))
-    draws = [
-        np.random.default_rng(i).multinomial(seeds, np.full(seeds, 1 / seeds), size=_REPLICATES) / seeds for i in (0, 1)
-    ]
+class PooledCoverage(NamedTuple):
+    """How often intervals of two pooled tasks hold the truth.
+
+    Attributes:
+        welch: of the mean difference, by Welch's t.
+        bootstrap: of the mean difference, by the stratified bootstrap.
+        improvement: of the probability of improvement, by its bootstrap.
+    """
+
+    welch: float
+    bootstrap: float
+    improvement: float
+
+
+def pooled_coverage(worlds: tuple[World, World], seeds: int, trials: int) -> PooledCoverage:
+    """Coverage where each world is a task."""
+    gains = (GAIN, 0.0)
+    task_scores = []  # for each task (trials, 2, seeds)
+    task_weights = []  # for each task (replicates, seeds)
+    for task, world in enumerate(worlds):
+        scores = world.scores(np.random.default_rng(task), trials, seeds, gains)
+        task_scores.append(scores.mean(axis=3))
+        task_weights.append(resampled(np.random.default_rng(task), seeds, _REPLICATES))
+    true_mean = float(np.mean([world.truth() for world in worlds]))
+    true_chance = float(np.mean([world.chance_of_improvement() for world in worlds]))
     held = np.zeros(3)
     for trial in range(trials):
-        tasks = [side[trial] for side in scores]
-        welch = pooled.mean_difference([task[0] - task[1] for task in tasks])
-        interval = bounds(np.mean([rows @ (task[0] - task[1]) for rows, task in zip(draws, tasks)], axis=0))
-        better = pooled.probability_of_improvement([(task[0], task[1]) for task in tasks])
+        sides = [(scores[trial][0], scores[trial][1]) for scores in task_scores]
+        differences = [ours - baseline for ours, baseline in sides]
+        welch = pooled.mean_difference(differences)
+        replicates = [weights @ difference for weights, difference in zip(task_weights, differences)]
+        low, high = bounds(np.mean(replicates, axis=0))
+        improvement = pooled.probability_of_improvement(sides)
         held += [
-            welch["low"] <= mean <= welch["high"],
-            interval[0] <= mean <= interval[1],
-            better["low"] <= chance <= better["high"],
+            welch["low"] <= true_mean <= welch["high"],
+            low <= true_mean <= high,
+            improvement["low"] <= true_chance <= improvement["high"],
         ]
-    one, two, three = held / trials
-    return float(one), float(two), float(three)
+    welch_share, bootstrap_share, improvement_share = held / trials
+    return PooledCoverage(float(welch_share), float(bootstrap_share), float(improvement_share))
 
 
 def main() -> None:
-    """Prints three tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Prints the tables."""
+    parser = parser_of(__doc__)
     parser.add_argument("--trials", type=int, default=2000)
     trials = parser.parse_args().trials
-    print(f"{describe()}; {trials} trials, so ±{1.96 * (0.95 * 0.05 / trials) ** 0.5:.3f} at 0.95")
-    print(f"\n{'interval of 95%':<31}{'runs differ':<27}" + "".join(f"{f'{n} seeds':>10}" for n in SEEDS))
+    few_trials = trials // 4
+    half_width = 1.96 * (0.95 * 0.05 / trials) ** 0.5
+    print(f"{describe()}; {trials} trials, so ±{half_width:.3f} at 0.95")
+    _print_intervals(trials)
+    _print_false_findings(few_trials)
+    _print_detectable()
+    _print_pooled(few_trials)
+
+
+def _print_intervals(trials: int) -> None:
+    headings = "".join(f"{f'{seeds} seeds':>10}" for seeds in SEEDS)
+    print(f"\n{'interval of 95%':<31}{'runs differ':<27}{headings}")
     for name, method in METHODS.items():
         for world in WORLDS:
-            cells = "".join(f"{coverage(world, n, trials, method):>10.3f}" for n in SEEDS)
+            cells = "".join(f"{coverage(world, seeds, trials, method):>10.3f}" for seeds in SEEDS)
             print(f"{name:<31}{world.name:<27}{cells}", flush=True)
-    few = trials // 4
-    print(f"\neight equal strategies against one baseline, any called different ({few} trials)")
+
+
+def _print_false_findings(trials: int) -> None:
+    print(f"\neight equal strategies against one baseline, any called different ({trials} trials)")
     for world in WORLDS:
-        cells = [false_findings(world, n, few) for n in SEEDS]
-        entries = "".join(f"  {n} seeds {plain:.3f} -> {held:.3f}" for n, (plain, held) in zip(SEEDS, cells))
-        print(f"{world.name:<27}without -> with Holm's correction:{entries}", flush=True)
+        cells = ""
+        for seeds in SEEDS:
+            uncorrected, corrected = false_findings(world, seeds, trials)
+            cells += f"  {seeds} seeds {uncorrected:.3f} -> {corrected:.3f}"
+        print(f"{world.name:<27}without -> with Holm's correction:{cells}", flush=True)
+
+
+def _print_detectable() -> None:
     print(
         "\nsmallest difference found with a chance of 80%, in standard deviations of the paired difference over seeds"
     )
-    for n in SEEDS:
-        least = [statistics.detectable(1.0, n, *of) for of in ((1, 1), (4, 1), (10, 1), (4, 2))]
-        entries = zip(("one test", "four", "ten", "four, two tasks pooled"), least)
-        print(f"{n:>2} seeds  " + "  ".join(f"{what} {value:.2f}" for what, value in entries))
-    print(f"\ntwo tasks pooled ({few} trials): Welch's t, stratified bootstrap; probability of improvement, bootstrap")
-    for n in SEEDS:
-        welch, resampling, chance = pooled_coverage((WORLDS[0], WORLDS[1]), n, few)
-        print(f"{n:>2} seeds  {welch:.3f}  {resampling:.3f}  {chance:.3f}", flush=True)
+    settings = {"one test": (1, 1), "four": (4, 1), "ten": (10, 1), "four, two tasks pooled": (4, 2)}
+    for seeds in SEEDS:
+        cells = []
+        for label, (tests, tasks) in settings.items():
+            cells.append(f"{label} {statistics.detectable(1.0, seeds, tests, tasks):.2f}")
+        print(f"{seeds:>2} seeds  " + "  ".join(cells))
+
+
+def _print_pooled(trials: int) -> None:
+    print(
+        f"\ntwo tasks pooled ({trials} trials): Welch's t, stratified bootstrap; probability of improvement, bootstrap"
+    )
+    for seeds in SEEDS:
+        shares = pooled_coverage((WORLDS[0], WORLDS[1]), seeds, trials)
+        cells = f"{shares.welch:.3f}  {shares.bootstrap:.3f}  {shares.improvement:.3f}"
+        print(f"{seeds:>2} seeds  {cells}", flush=True)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@
 python -m benchmarks.gallery [--out docs/gallery]
 """
 
-import argparse
 import gzip
 import json
 import re
@@ -14,14 +13,17 @@ from typing import Any, NamedTuple
 
 from markupsafe import Markup, escape
 
+from benchmarks.command_line import parser_of
+from benchmarks.machine import ROOT
 from ngrpo.machine.storage.result_folder import write_text
 from ngrpo.workbench import report
 from ngrpo.workbench.report import charts, diagnosis_charts
 from ngrpo.workbench.report.drawing import Series, all_series
 
-DOCS = Path(__file__).resolve().parents[1] / "docs"
+DOCS = ROOT / "docs"
 _RULES = r"\.(h\d|d\d|line|band|whisker|mark|grid|axis|plot text|plot \.|plot\.wide (text|\.mark)|plot\.square text)"
-_ROW = 18  # the height of a strategy in the legend
+_ROW_HEIGHT = 18  # of a strategy in the legend
+_TEMPLATE = '{% import "charts.html" as charts %}{% import "parts.html" as parts %}{{ charts.plot(chart) }}'
 
 Draw = Callable[[Mapping[str, Any], Mapping[str, Series]], charts.Chart]
 
@@ -43,7 +45,8 @@ def diversity(results: Mapping[str, Any], series: Mapping[str, Series]) -> chart
     return diagnosis_charts.diversity_validity(results["diagnosis"], series)["chart"]
 
 
-_PKPO, _STHT = "none advantage=pkpo advantage.k=2", "gaussian sigma_of=vector"
+_PKPO = "none advantage=pkpo advantage.k=2"
+_STHT = "gaussian sigma_of=vector"
 PICTURES = (
     Picture(
         "local_optimum", "study2/shortcut-late", reward, ("none", _PKPO, "neighbor", "gumbel density=gumbel", "cuts")
@@ -57,7 +60,22 @@ PICTURES = (
 def published(picture: Picture) -> dict[str, Any]:
     """The committed results of the strategies that a picture shows."""
     packed = DOCS / "results" / picture.results / "results.json.gz"
-    return chosen(json.loads(gzip.decompress(packed.read_bytes())), picture.arms)
+    results = json.loads(gzip.decompress(packed.read_bytes()))
+    return with_arms(results, picture.arms) if picture.arms else results
+
+
+def with_arms(results: Mapping[str, Any], arms: Sequence[str]) -> dict[str, Any]:
+    """A comparison with these strategies alone, in their order."""
+    strategies = {row["id"]: row for row in results["strategies"]}
+    diagnosis = results["diagnosis"]
+    diagnosed = [row for row in diagnosis["strategies"] if row.get("id", row.get("name")) in arms]
+    return {
+        **results,
+        "strategies": [strategies[arm] for arm in arms],
+        "runs": [run for run in results["runs"] if run["strategy"] in arms],
+        "summary": [row for row in results["summary"] if row["strategy"] in arms],
+        "diagnosis": {**diagnosis, "strategies": diagnosed},
+    }
 
 
 def minutes(results: Mapping[str, Any]) -> tuple[float, float]:
@@ -65,7 +83,7 @@ def minutes(results: Mapping[str, Any]) -> tuple[float, float]:
     seconds: dict[str, list[float]] = {}
     for run in results["runs"]:
         seconds.setdefault(run["strategy"], []).append(run["seconds"])
-    means = [sum(each) / len(each) / 60 for each in seconds.values()]
+    means = [sum(run_seconds) / len(run_seconds) / 60 for run_seconds in seconds.values()]
     return min(means), max(means)
 
 
@@ -74,37 +92,28 @@ def drawn(picture: Picture) -> str:
     results = published(picture)
     series = all_series(results)
     chart = picture.draw(results, series)
-    template = '{% import "charts.html" as charts %}{% import "parts.html" as parts %}{{ charts.plot(chart) }}'
-    inside = report.TEMPLATES.from_string(template).render(chart=chart)
-    inside = re.search(r"<svg[^>]*>(.*)</svg>", inside, re.DOTALL)[1]
-    width, height = chart.size.width, chart.size.height + _ROW * len(series)
-    rows = "".join(_legend(one, chart.size.height + _ROW * row) for row, one in enumerate(series.values()))
+    svg = report.TEMPLATES.from_string(_TEMPLATE).render(chart=chart)
+    inside = re.search(r"<svg[^>]*>(.*)</svg>", svg, re.DOTALL)[1]
+    legend = ""
+    height = chart.size.height
+    for strategy in series.values():
+        legend += _legend_row(strategy, height)
+        height += _ROW_HEIGHT
+    width = chart.size.width
+    label = f"{escape(chart.title)}. {escape(chart.desc)}"
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
-        f' role="img" aria-label="{escape(chart.title)}. {escape(chart.desc)}" class="plot {chart.size.kind}">\n'
-        f'<style>{_style()}</style>\n<rect width="100%" height="100%" fill="var(--paper)"/>{inside}{rows}</svg>\n'
+        f' role="img" aria-label="{label}" class="plot {chart.size.kind}">\n'
+        f'<style>{_style()}</style>\n<rect width="100%" height="100%" fill="var(--paper)"/>{inside}{legend}</svg>\n'
     )
 
 
-def chosen(results: Mapping[str, Any], arms: Sequence[str]) -> dict[str, Any]:
-    """A comparison with these strategies alone."""
-    result = dict(results)
-    if arms:
-        kept = {row["id"]: row for row in results["strategies"] if row["id"] in arms}
-        result["strategies"] = [kept[arm] for arm in arms]
-        result["runs"] = [run for run in results["runs"] if run["strategy"] in arms]
-        result["summary"] = [row for row in results["summary"] if row["strategy"] in arms]
-        diagnosed = [row for row in results["diagnosis"]["strategies"] if row.get("id", row.get("name")) in arms]
-        result["diagnosis"] = {**results["diagnosis"], "strategies": diagnosed}
-    return result
-
-
-def _legend(one: Series, y: float) -> str:
-    hollow = " hollow" if one.hollow else ""
-    mark = f'<g transform="translate(65 {y})"><path class="mark{hollow}" d="{one.shape}"/></g>'
-    name = escape(one.name)
+def _legend_row(strategy: Series, y: float) -> str:
+    hollow = " hollow" if strategy.hollow else ""
+    mark = f'<g transform="translate(65 {y})"><path class="mark{hollow}" d="{strategy.shape}"/></g>'
+    name = escape(strategy.name)
     return Markup(
-        f'<g class="{one.classes}"><path class="line" d="M50 {y}h30"/>{mark}</g>'
+        f'<g class="{strategy.classes}"><path class="line" d="M50 {y}h30"/>{mark}</g>'
         f'<text class="axis-title" x="88" y="{y}" dy=".35em">{name}</text>\n'
     )
 
@@ -118,13 +127,14 @@ def _style() -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--out", type=Path, default=DOCS / "gallery")
     folder = parser.parse_args(argv).out
     folder.mkdir(parents=True, exist_ok=True)
     for picture in PICTURES:
-        write_text(folder / f"{picture.name}.svg", drawn(picture))
-        print(folder / f"{picture.name}.svg")
+        file = folder / f"{picture.name}.svg"
+        write_text(file, drawn(picture))
+        print(file)
 
 
 if __name__ == "__main__":

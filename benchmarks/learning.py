@@ -8,7 +8,6 @@ TensorBoard logs under runs/learning/, and writes OUT/learning.json and OUT/lear
 started again, it continues where it stopped.
 """
 
-import argparse
 import json
 import os
 import subprocess
@@ -16,8 +15,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-STRATEGIES = ("none", "neighbor")
+from benchmarks.command_line import integers, parser_of
+from benchmarks.machine import ROOT
+
+COLORS = {"none": "#777777", "neighbor": "#c2410c"}
+"""The strategies and the colors of their curves."""
+_ENDS = 5  # steps at each end of a run whose mean is printed
 
 
 def train(strategy: str, seed: int, steps: int) -> dict[str, Any]:
@@ -25,18 +28,22 @@ def train(strategy: str, seed: int, steps: int) -> dict[str, Any]:
     folder = ROOT / "runs" / "learning" / f"{strategy}-{seed}-{steps}"
     summary = folder / "summary.json"
     if not summary.exists() or len(json.loads(summary.read_text())["steps"]) < steps:
-        env = {**os.environ, "PERTURBATION": strategy, "DEMO_STEPS": str(steps)}
-        env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), env["PATH"]])
+        environment = {**os.environ, "PERTURBATION": strategy, "DEMO_STEPS": str(steps)}
+        environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environment["PATH"]])
         script = ROOT / "examples" / "train_neighbor_cpu.sh"
         # The demo's rate is three times as high, and its attention another one.
         flags = ["--train.seed", str(seed), "--actor.adam.lr", "1e-5", "--ds.attn_implementation", "sdpa"]
-        subprocess.run(["bash", str(script), str(folder), *flags], cwd=ROOT, env=env, check=True)
+        subprocess.run(["bash", str(script), str(folder), *flags], cwd=ROOT, env=environment, check=True)
     return json.loads(summary.read_text())
 
 
 def smoothed(values: list[float], window: int = 5) -> list[float]:
-    """Mean of the last ``window`` values at each step."""
-    return [sum(values[max(0, i - window + 1) : i + 1]) / min(i + 1, window) for i in range(len(values))]
+    """Mean of the last ``window`` values at each step, of fewer at the first ones."""
+    means = []
+    for end in range(1, len(values) + 1):
+        recent = values[max(0, end - window) : end]
+        means.append(sum(recent) / len(recent))
+    return means
 
 
 def draw(curves: dict[str, list[list[float]]], path: Path, title: str) -> None:
@@ -47,10 +54,12 @@ def draw(curves: dict[str, list[list[float]]], path: Path, title: str) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(7, 4))
-    for (name, runs), color in zip(curves.items(), ("#777777", "#c2410c")):
+    for name, runs in curves.items():
+        color = COLORS[name]
         for rewards in runs:
             axes.plot(range(1, len(rewards) + 1), rewards, color=color, alpha=0.25, linewidth=1)
-        mean = [sum(step) / len(step) for step in zip(*(smoothed(r) for r in runs))]
+        smoothed_runs = [smoothed(rewards) for rewards in runs]
+        mean = [sum(step_rewards) / len(step_rewards) for step_rewards in zip(*smoothed_runs)]
         axes.plot(range(1, len(mean) + 1), mean, color=color, linewidth=2.5, label=name)
     axes.set(xlabel="step", ylabel="reward (share of right sums)", ylim=(0, 1), title=title)
     axes.legend(frameon=False)
@@ -60,28 +69,31 @@ def draw(curves: dict[str, list[list[float]]], path: Path, title: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--seeds", default="42", help="separated by commas")
+    parser.add_argument("--seeds", type=integers, default=[42], help="separated by commas")
     parser.add_argument("--out", type=Path, default=ROOT / "docs")
     options = parser.parse_args()
-    seeds = [int(seed) for seed in options.seeds.split(",")]
-    runs = {name: [train(name, seed, options.steps) for seed in seeds] for name in STRATEGIES}
-    curves = {name: [[step["reward"] for step in run["steps"]] for run in each] for name, each in runs.items()}
-    first = runs[STRATEGIES[0]][0]
+    runs = {name: [train(name, seed, options.steps) for seed in options.seeds] for name in COLORS}
+    curves: dict[str, list[list[float]]] = {name: [] for name in COLORS}
+    for name, summaries in runs.items():
+        for summary in summaries:
+            curves[name].append([step["reward"] for step in summary["steps"]])
     result = {
         "rewards": curves,
-        "seeds": seeds,
+        "seeds": options.seeds,
         "perturbation": runs["neighbor"][0]["perturbation"],
-        "machine": first.get("machine"),
-        "versions": first.get("versions"),
+        "machine": runs["none"][0].get("machine"),
+        "versions": runs["none"][0].get("versions"),
     }
     (options.out / "learning.json").write_text(json.dumps(result, indent=1) + "\n")
-    draw(curves, options.out / "learning.png", f"SmolLM2-135M, sums of two digits, seed {options.seeds}")
-    for name, each in curves.items():
-        for seed, rewards in zip(seeds, each):
-            head, tail = sum(rewards[:5]) / 5, sum(rewards[-5:]) / 5
-            print(f"{name:9s} seed {seed}: first five steps {head:.3f}, last five {tail:.3f}")
+    seeds = ",".join(map(str, options.seeds))
+    draw(curves, options.out / "learning.png", f"SmolLM2-135M, sums of two digits, seed {seeds}")
+    for name, seed_rewards in curves.items():
+        for seed, rewards in zip(options.seeds, seed_rewards):
+            first = sum(rewards[:_ENDS]) / _ENDS
+            last = sum(rewards[-_ENDS:]) / _ENDS
+            print(f"{name:9s} seed {seed}: first five steps {first:.3f}, last five {last:.3f}")
 
 
 if __name__ == "__main__":

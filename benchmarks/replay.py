@@ -6,37 +6,58 @@
 Printed: the median of the paired ratios (replayed / plain, lower is better), and the range.
 """
 
-import argparse
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from benchmarks.command_line import add_model, parser_of
 from benchmarks.machine import describe
-from benchmarks.pairs import summary
+from benchmarks.pairs import ratio_and_range, summary
 from ngrpo.machine.models.packaged import resolve
 from perturbations import ReplayRecord, replaying
 
-RECORDS = {"neighbor 0.1, k 3": (0.1, 3, False), "gumbel 1, k 5": (1.0, 5, False), "gaussian 1": (1.0, 1, True)}
-"""Records as these leave them: rate, candidates, whether there is noise."""
+
+class RecordKind(NamedTuple):
+    """The size of the records that a perturbation leaves.
+
+    Attributes:
+        rate: share of positions with an edit.
+        candidates: of an edit.
+        noisy: whether an edit has noise.
+    """
+
+    rate: float
+    candidates: int
+    noisy: bool
 
 
-def random_record(length: int, rate: float, k: int, vocabulary: int, seed: int, noisy: bool) -> ReplayRecord:
-    """A record of the size that a rollout leaves, with candidates drawn at random."""
+RECORDS = {
+    "neighbor 0.1, k 3": RecordKind(rate=0.1, candidates=3, noisy=False),
+    "gumbel 1, k 5": RecordKind(rate=1.0, candidates=5, noisy=False),
+    "gaussian 1": RecordKind(rate=1.0, candidates=1, noisy=True),
+}
+
+
+def random_record(length: int, kind: RecordKind, vocabulary: int, seed: int) -> ReplayRecord:
+    """A record of the size that a rollout of ``length`` tokens leaves, with candidates drawn at random."""
     draws = np.random.default_rng(seed)
-    positions = np.flatnonzero(draws.random(length) < rate).astype(np.int32)
-    weights = draws.random((len(positions), k)).astype(np.float32)
+    positions = np.flatnonzero(draws.random(length) < kind.rate).astype(np.int32)
+    edits = len(positions)
+    weights = draws.random((edits, kind.candidates)).astype(np.float32)
+    ids = draws.integers(0, vocabulary, (edits, kind.candidates), dtype=np.int32)
+    sigma = np.full(edits, 0.03, np.float32) if kind.noisy else None
     return ReplayRecord(
-        seed,
-        0,
-        length,
-        positions,
-        draws.integers(0, vocabulary, (len(positions), k), dtype=np.int32),
-        weights / weights.sum(-1, keepdims=True),
-        np.full(len(positions), 0.03, np.float32) if noisy else None,
-        np.ones(len(positions), dtype=bool),
+        seed=seed,
+        prompt_tokens=0,
+        num_tokens=length,
+        positions=positions,
+        ids=ids,
+        weights=weights / weights.sum(-1, keepdims=True),
+        sigma=sigma,
+        agreed=np.ones(edits, dtype=bool),
     )
 
 
@@ -54,20 +75,26 @@ class Trainer:
                 keep them apart.
             optimizer: steps once a step.
         """
-        self._model, self._optimizer, device = model, optimizer, model.device
+        self._model = model
+        self._optimizer = optimizer
         draws = torch.Generator().manual_seed(0)
-        self.mask = (torch.arange(max(lengths)) < torch.tensor(lengths).unsqueeze(-1)).long()
-        tokens = torch.randint(0, model.config.vocab_size, self.mask.shape, generator=draws) * self.mask
-        targets = tokens.roll(-1, dims=1)
-        weights = self.mask.roll(-1, dims=1) * self.mask
+        columns = torch.arange(max(lengths))
+        mask = (columns < torch.tensor(lengths).unsqueeze(-1)).long()
+        tokens = torch.randint(0, model.config.vocab_size, mask.shape, generator=draws) * mask
+        weights = mask.roll(-1, dims=1) * mask
         weights[:, -1] = 0
-        positions = torch.arange(max(lengths)).expand_as(tokens)
-        parts = {"input_ids": tokens, "position_ids": positions, "targets": targets, "weights": weights}
+        tensors = {
+            "input_ids": tokens,
+            "position_ids": columns.expand_as(tokens),
+            "targets": tokens.roll(-1, dims=1),
+            "weights": weights,
+        }
         if packed:
-            parts = {name: part[self.mask.bool()].unsqueeze(0) for name, part in parts.items()}
-        self.mask = self.mask.to(device)
-        self._inputs = {name: part.to(device) for name, part in parts.items()}
-        self._targets, self._weights = self._inputs.pop("targets"), self._inputs.pop("weights")
+            tensors = {name: tensor[mask.bool()].unsqueeze(0) for name, tensor in tensors.items()}
+        self.mask = mask.to(model.device)
+        self._inputs = {name: tensor.to(model.device) for name, tensor in tensors.items()}
+        self._targets = self._inputs.pop("targets")
+        self._weights = self._inputs.pop("weights")
         if not packed:
             self._inputs["attention_mask"] = self.mask
 
@@ -103,14 +130,19 @@ def paired(trainer: Trainer, records: list[ReplayRecord], pairs: int) -> dict[st
     Returns:
         ``plain_s``: the median without; ``ratio``, ``lowest``, ``highest``: with over without, median and range.
     """
-    trainer.step(None), trainer.step(records)
-    seconds = [(trainer.step(None)[0], trainer.step(records)[0]) for _ in range(pairs)]
+    trainer.step(None)
+    trainer.step(records)
+    seconds = []
+    for _ in range(pairs):
+        plain_seconds, _ = trainer.step(None)
+        replayed_seconds, _ = trainer.step(records)
+        seconds.append((plain_seconds, replayed_seconds))
     return summary(seconds, "plain_s")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="smollm2-135m")
+    parser = parser_of(__doc__)
+    add_model(parser)
     parser.add_argument("--pairs", type=int, default=7)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--length", type=int, default=256)
@@ -122,13 +154,10 @@ def main() -> None:
     trainer = Trainer(model, [options.length] * options.batch)
     print(f"{describe()}; {options.model}, bfloat16, {options.batch} x {options.length} tokens")
     print(f"{'record':22s} {'plain s':>8s} {'ratio':>7s}  range")
-    for label, (rate, k, noisy) in RECORDS.items():
-        sizes = (options.length, rate, k, model.config.vocab_size)
-        cost = paired(trainer, [random_record(*sizes, i, noisy) for i in range(options.batch)], options.pairs)
-        print(
-            f"{label:22s} {cost['plain_s']:8.2f} {cost['ratio']:7.3f}  {cost['lowest']:.3f}-{cost['highest']:.3f}",
-            flush=True,
-        )
+    for label, kind in RECORDS.items():
+        records = [random_record(options.length, kind, model.config.vocab_size, seed) for seed in range(options.batch)]
+        figures = paired(trainer, records, options.pairs)
+        print(f"{label:22s} {figures['plain_s']:8.2f} {ratio_and_range(figures)}", flush=True)
 
 
 if __name__ == "__main__":

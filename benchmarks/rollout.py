@@ -18,47 +18,64 @@ from typing import Any
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
+from benchmarks.against import QUESTION
+from benchmarks.command_line import add_model, add_perturbations, in_tree, integers, numbers, parser_of
 from benchmarks.machine import describe
-from benchmarks.pairs import summary
+from benchmarks.pairs import ratio_and_range, summary
 from ngrpo.machine.models.packaged import resolve
 from ngrpo.rollout import set_perturbation, take_records
-from perturbations import available
 
 Clock = Callable[[], float]
-QUESTION = "Explain step by step how to find the sum of the first hundred odd numbers."
 
 
 def engine(model: str, spec: dict[str, Any] | None, compiled: bool, **options: Any) -> Any:
-    """An engine in this process, in float32 on a CPU; two of them fit together."""
+    """An engine in this process; two of them fit together.
+
+    Args:
+        model: its folder.
+        spec: of the perturbation; None for stock vLLM.
+        compiled: whether vLLM compiles the model, and captures CUDA graphs on a GPU.
+        options: of vLLM's ``LLM``, before those of this function. The default dtype is bfloat16 on a GPU and float32
+            on a CPU.
+    """
     from vllm import LLM
 
-    extra = {"additional_config": {"perturbation": spec}} if spec else {}
-    on_cpu = {"distributed_executor_backend": "uni", "kv_cache_memory_bytes": 1 << 30}
-    settings = {"dtype": _dtype(), "enforce_eager": not compiled, "max_model_len": 1024, "max_num_seqs": 64}
-    # With a size of the cache, the share of a GPU's memory is only what must be free at the start.
-    settings |= {"gpu_memory_utilization": 0.2, "kv_cache_memory_bytes": 8 << 30} if _cuda() else on_cpu
-    return LLM(model, **{**settings, **options}, **extra)
+    settings: dict[str, Any] = {
+        "dtype": _dtype(),
+        "enforce_eager": not compiled,
+        "max_model_len": 1024,
+        "max_num_seqs": 64,
+    }
+    if _on_cuda():
+        # With a size of the cache, the share of a GPU's memory is only what must be free at the start.
+        settings |= {"gpu_memory_utilization": 0.2, "kv_cache_memory_bytes": 8 << 30}
+    else:
+        settings |= {"distributed_executor_backend": "uni", "kv_cache_memory_bytes": 1 << 30}
+    settings |= options
+    if spec:
+        settings["additional_config"] = {"perturbation": spec}
+    return LLM(model, **settings)
 
 
-def _cuda() -> bool:
+def _on_cuda() -> bool:
     import torch
 
     return torch.cuda.is_available()
 
 
 def _dtype() -> str:
-    return "bfloat16" if _cuda() else "float32"
+    return "bfloat16" if _on_cuda() else "float32"
 
 
 def questions(llm: Any, batch: int) -> list[list[int]]:
     """Chat-templated token prompts, all different."""
     tokenizer = llm.get_tokenizer()
-    result = []
-    for i in range(batch):
-        message = [{"role": "user", "content": f"{QUESTION} ({i})"}]
-        text = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
-        result.append(tokenizer.encode(text, add_special_tokens=False))
-    return result
+    prompts = []
+    for number in range(batch):
+        chat = [{"role": "user", "content": f"{QUESTION} ({number})"}]
+        text = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+        prompts.append(tokenizer.encode(text, add_special_tokens=False))
+    return prompts
 
 
 def rate_of(llm: Any, prompts: list[list[int]], tokens: int, clock: Clock = time.perf_counter) -> float:
@@ -81,60 +98,69 @@ def paired(
         median and the range of the pairs.
     """
     # The first runs fill the neighbor table and compile the sampler for this batch.
-    both = (stock, perturbed)
-    for llm in both:
-        rate_of(llm, prompts, tokens, clock)
+    rate_of(stock, prompts, tokens, clock)
+    rate_of(perturbed, prompts, tokens, clock)
     rates = []
     for pair in range(pairs):
-        found = [rate_of(llm, prompts, tokens, clock) for llm in both[:: -1 if pair % 2 else 1]]
-        rates.append(tuple(found[:: -1 if pair % 2 else 1]))
+        if pair % 2 == 0:
+            stock_rate = rate_of(stock, prompts, tokens, clock)
+            perturbed_rate = rate_of(perturbed, prompts, tokens, clock)
+        else:
+            perturbed_rate = rate_of(perturbed, prompts, tokens, clock)
+            stock_rate = rate_of(stock, prompts, tokens, clock)
+        rates.append((stock_rate, perturbed_rate))
     take_records(perturbed)
     return summary(rates, "stock")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="smollm2-135m")
+    options = _options()
+    warnings.simplefilter("ignore")
+    model = resolve(options.model)
+    clock: Clock = time.perf_counter
+    conditions = f"{options.model}, {options.dtype}, {'compiled' if options.compiled else 'eager'}"
+    if options.cpu_seconds:
+        clock = time.process_time
+        conditions += ", CPU seconds of one thread"
+        _use_one_thread()
+    stock = engine(model, None, options.compiled, dtype=options.dtype)
+    perturbed = engine(model, {"name": "gumbel"}, options.compiled, dtype=options.dtype)
+    print(f"{describe()}; {conditions}")
+    print(f"{'name':10s} {'rate':>5s} {'batch':>5s} {'stock tok/s':>12s} {'ratio':>7s}  range")
+    for words in options.perturbations:
+        name, *settings = words.split(":")
+        choices = dict(setting.split("=") for setting in settings)
+        label = choices.get("variant", name)
+        for rate in options.rates:
+            set_perturbation(perturbed, name, rate=rate, **choices)
+            for batch in options.batches:
+                speed = paired(stock, perturbed, questions(stock, batch), options.tokens, options.pairs, clock)
+                row = f"{label:10s} {rate:5g} {batch:5d} {speed['stock']:12.1f} {ratio_and_range(speed)}"
+                print(row, flush=True)
+
+
+def _options() -> argparse.Namespace:
+    parser = parser_of(
+        f"{__doc__}\nOptions of a perturbation follow its name: --perturbations neighbor:variant=released"
+    )
+    add_model(parser)
+    add_perturbations(parser, in_tree())
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--batches", default="1,16,64")
-    parser.add_argument("--rates", default="0.1,1")
-    parser.add_argument(
-        "--perturbations", "--operators", default=None, help="by commas; neighbor:variant=released; all by default"
-    )
+    parser.add_argument("--batches", type=integers, default=[1, 16, 64], help="separated by commas")
+    parser.add_argument("--rates", type=numbers, default=[0.1, 1.0], help="separated by commas")
     parser.add_argument("--dtype", default=_dtype(), choices=("float32", "bfloat16"), help="default: %(default)s")
     parser.add_argument("--compiled", action="store_true", help="torch.compile and CUDA graphs on")
     parser.add_argument("--cpu-seconds", action="store_true", help="CPU seconds of one thread instead of the clock")
-    options = parser.parse_args()
-    warnings.simplefilter("ignore")
-    if options.cpu_seconds:
-        import torch
+    return parser.parse_args()
 
-        os.environ |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-        torch.set_num_threads(1)
-    model = resolve(options.model)
-    stock, perturbed = (
-        engine(model, spec, options.compiled, dtype=options.dtype) for spec in (None, {"name": "gumbel"})
-    )
-    in_tree = [n for n, source in available().items() if source.startswith("perturbations.") and n != "none"]
-    names = options.perturbations.split(",") if options.perturbations else in_tree
-    batches = [int(b) for b in options.batches.split(",")]
-    clock, used = (time.process_time, ", CPU seconds of one thread") if options.cpu_seconds else (time.perf_counter, "")
-    print(f"{describe()}; {options.model}, {options.dtype}, {'compiled' if options.compiled else 'eager'}{used}")
-    print(f"{'name':10s} {'rate':>5s} {'batch':>5s} {'stock tok/s':>12s} {'ratio':>7s}  range")
-    for each in names:
-        name, *settings = each.split(":")
-        choices = dict(word.split("=") for word in settings)
-        label = choices.get("variant", name)
-        for rate in (float(r) for r in options.rates.split(",")):
-            set_perturbation(perturbed, name, rate=rate, **choices)
-            for batch in batches:
-                speed = paired(stock, perturbed, questions(stock, batch), options.tokens, options.pairs, clock)
-                print(
-                    f"{label:10s} {rate:5g} {batch:5d} {speed['stock']:12.1f} {speed['ratio']:7.3f}"
-                    f"  {speed['lowest']:.3f}-{speed['highest']:.3f}",
-                    flush=True,
-                )
+
+def _use_one_thread() -> None:
+    """Gives the engines of this process, which are built later, one thread."""
+    import torch
+
+    os.environ |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    torch.set_num_threads(1)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``python -m benchmarks.smallest_cards``: the tables of docs/clusters.md, one GPU for each model, by estimate."""
 
+from benchmarks.markdown import table_lines
 from ngrpo.commands.doctor import planned_flags
 from ngrpo.machine.hardware import gpu_plan, host_plan
 from ngrpo.machine.models import architecture
@@ -8,9 +9,9 @@ from ngrpo.machine.upstream import placement
 
 CARDS = (16, 24, 32, 40, 48, 80, 96, 141, 180)  # GB
 LENGTHS = (2048, 8192)
-_OFFLOAD = "--ds.adam_offload"
 LORA = ("--ds.lora.rank", "16")
 NO_REFERENCE = ("--algo.kl.init_coef", "0")
+_OFFLOAD = "--ds.adam_offload"
 
 
 def smallest(model: str, length: int, *words: str, offload: bool) -> str:
@@ -18,41 +19,56 @@ def smallest(model: str, length: int, *words: str, offload: bool) -> str:
 
     ``words``: further flags of the training.
     """
+    flags_of_offload = [_OFFLOAD] if offload else []
     for gigabytes in CARDS:
         machine = placement.planned(f"1x{gigabytes}", "--dry-run")
-        flags = planned_flags(model, machine, "--data.max_len", str(length), *words, *[_OFFLOAD] * offload)
+        flags = planned_flags(model, machine, "--data.max_len", str(length), *words, *flags_of_offload)
         args = flags.args
-        if flags.has(_OFFLOAD) is offload and gpu_plan.fits(args, machine.memory):
-            host = host_plan.host_bytes(args, machine.memory) / placement.GIB
-            return f"{gigabytes} GB" + f", host {host:.0f} GiB" * offload
+        if flags.has(_OFFLOAD) is not offload or not gpu_plan.fits(args, machine.memory):
+            continue
+        if not offload:
+            return f"{gigabytes} GB"
+        host_gib = host_plan.host_bytes(args, machine.memory) / placement.GIB
+        return f"{gigabytes} GB, host {host_gib:.0f} GiB"
     return "–"
 
 
-def table() -> str:
-    """The models by size, for responses with their prompts of each of LENGTHS."""
-    lines = ["| model | " + " | ".join(f"{length:,} tokens | with `{_OFFLOAD}`" for length in LENGTHS) + " |"]
-    lines.append("| --- " * (1 + 2 * len(LENGTHS)) + "|")
-    for model in by_size():
-        cells = [smallest(model, length, offload=offload) for length in LENGTHS for offload in (False, True)]
-        lines.append(f"| {model} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+def plain_cells(model: str) -> list[str]:
+    """The cards of a training of all weights, without and with the offload, for each of LENGTHS."""
+    cells = []
+    for length in LENGTHS:
+        cells.append(smallest(model, length, offload=False))
+        cells.append(smallest(model, length, offload=True))
+    return cells
 
 
 def lora_cells(model: str) -> list[str]:
     """The cards of a training with LoRA, with a reference model and without one, for each of LENGTHS."""
     cells = []
     for length in LENGTHS:
-        cells += [smallest(model, length, *LORA, offload=False)]
-        cells += [smallest(model, length, *LORA, *NO_REFERENCE, offload=False)]
+        cells.append(smallest(model, length, *LORA, offload=False))
+        cells.append(smallest(model, length, *LORA, *NO_REFERENCE, offload=False))
     return cells
+
+
+def table() -> str:
+    """The models by size, for responses with their prompts of each of LENGTHS."""
+    rows = {model: plain_cells(model) for model in by_size()}
+    return _markdown(f"with `{_OFFLOAD}`", rows)
 
 
 def lora_table() -> str:
     """The models by size, with adapters of rank 16 on all linear layers."""
-    lines = ["| model | " + " | ".join(f"{length:,} tokens | without a reference" for length in LENGTHS) + " |"]
-    lines.append("| --- " * (1 + 2 * len(LENGTHS)) + "|")
-    lines += [f"| {model} with LoRA | {' | '.join(lora_cells(model))} |" for model in by_size()]
-    return "\n".join(lines)
+    rows = {f"{model} with LoRA": lora_cells(model) for model in by_size()}
+    return _markdown("without a reference", rows)
+
+
+def _markdown(second_heading: str, rows: dict[str, list[str]]) -> str:
+    """A table with two columns for each of LENGTHS."""
+    head = ["model"]
+    for length in LENGTHS:
+        head += [f"{length:,} tokens", second_heading]
+    return "\n".join(table_lines(head, [[name, *cells] for name, cells in rows.items()]))
 
 
 def by_size() -> list[str]:

@@ -9,16 +9,18 @@ before any run, pooled over tasks by Welch's t and corrected by Holm; each task'
 sets. Every number comes from the results. Contrasts compare unperturbed evaluations. Unfinished runs are counted.
 """
 
-import argparse
 import shlex
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from benchmarks import pooled
-from benchmarks.publishing import Results, comparisons, markdown_table, publish
+from benchmarks.command_line import parser_of
+from benchmarks.markdown import table_lines
+from benchmarks.publishing import Results, comparisons, publish
 from ngrpo.machine.storage import datafiles
 from ngrpo.workbench import statistics
 from ngrpo.workbench.statistics import pass_at_k
@@ -30,72 +32,118 @@ def scores(results: Results, strategy: str, k: int | None = None) -> dict[int, f
     """Mean@n of each finished run of a strategy, or its Pass@k, by seed."""
     means = {}
     for run in results["runs"]:
-        if run["strategy"] == strategy and run["status"] == "done" and run["evaluation"]:
-            problems = run["evaluation"]["problems"]
-            each = [p["correct"] / p["n"] if k is None else pass_at_k(p["n"], p["correct"], k) for p in problems]
-            means[run["seed"]] = float(np.mean(each))
+        if run["strategy"] != strategy or run["status"] != "done" or not run["evaluation"]:
+            continue
+        problem_scores = []
+        for problem in run["evaluation"]["problems"]:
+            if k is None:
+                problem_scores.append(problem["correct"] / problem["n"])
+            else:
+                problem_scores.append(pass_at_k(problem["n"], problem["correct"], k))
+        means[run["seed"]] = float(np.mean(problem_scores))
     return means
+
+
+@dataclass
+class Contrast:
+    """A contrast of two strategies over the tasks.
+
+    Attributes:
+        name: of the contrast.
+        cells: its difference in each task, in words.
+        sides: for each task with two seeds at least, the scores of ours and theirs by the seeds of both.
+        pooled: the mean difference over these tasks; None without one.
+    """
+
+    name: str
+    cells: list[str] = field(default_factory=list)
+    sides: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
+    pooled: dict[str, float | None] | None = None
+
+    @property
+    def differences(self) -> list[np.ndarray]:
+        """For each task in ``sides`` the paired differences of its seeds."""
+        return [ours - theirs for ours, theirs in self.sides]
 
 
 def contrasts(tasks: Mapping[str, Results], pairs: Mapping[str, Sequence[str]], k: int | None) -> list[list[str]]:
     """A row for each contrast: its difference in each task, pooled, the corrected p, the smallest one detectable."""
-    rows = []
-    for name, (ours, theirs) in pairs.items():
-        differences, sides, cells = [], [], []
-        for results in tasks.values():
-            one, other = (scores(results, strategy, k) for strategy in (ours, theirs))
-            seeds = sorted(one.keys() & other.keys())
-            if len(seeds) < 2:
-                cells.append(f"– ({len(seeds)} seeds)")
-                continue
-            sides.append((np.array([one[s] for s in seeds]), np.array([other[s] for s in seeds])))
-            differences.append(sides[-1][0] - sides[-1][1])
-            paired = statistics.paired(differences[-1][:, None], np.zeros((len(seeds), 1)))
-            least = statistics.detectable(paired["spread"], len(seeds), len(pairs))
-            cells.append(f"{statistics.in_words(paired, '+.3f')}, {_detectable(least)} ({len(seeds)} seeds)")
-        rows.append((name, cells, differences, sides))
-    whole = [pooled.mean_difference(differences) if differences else None for _, _, differences, _ in rows]
-    tested = [each["p"] for each in whole if each is not None and each["p"] is not None]
-    corrected = iter(statistics.holm([p for p in tested if p is not None]))
+    measured = [_contrast(name, tasks, pair, k, len(pairs)) for name, pair in pairs.items()]
+    pooled_p = [row.pooled["p"] for row in measured if row.pooled is not None and row.pooled["p"] is not None]
+    corrected = iter(statistics.holm([p for p in pooled_p if p is not None]))
     table = []
-    for (name, cells, differences, sides), each in zip(rows, whole):
-        if each is None:
-            table.append([name, *cells, "–", "–", "–"])
+    for contrast in measured:
+        if contrast.pooled is None:
+            table.append([contrast.name, *contrast.cells, "–", "–", "–"])
             continue
-        p = "–" if each["p"] is None else f"{each['p']:.3g} ({next(corrected):.3g})"
-        chance = pooled.probability_of_improvement(sides)
-        spread, seeds = float(np.sqrt(np.mean([d.var(ddof=1) for d in differences]))), min(map(len, differences))
-        least = statistics.detectable(spread, seeds, len(pairs), len(differences))
-        both = f"{statistics.in_words(each, '+.3f')}, {_detectable(least)}"
-        table.append([name, *cells, both, p, statistics.in_words(chance)])
+        p = contrast.pooled["p"]
+        p_cell = "–" if p is None else f"{p:.3g} ({next(corrected):.3g})"
+        improvement = statistics.in_words(pooled.probability_of_improvement(contrast.sides))
+        table.append([contrast.name, *contrast.cells, _pooled_cell(contrast, len(pairs)), p_cell, improvement])
     return table
+
+
+def _contrast(
+    name: str, tasks: Mapping[str, Results], pair: Sequence[str], k: int | None, comparisons: int
+) -> Contrast:
+    """Measures a contrast, whose p is one of as many as there are ``comparisons``."""
+    ours, theirs = pair
+    contrast = Contrast(name)
+    for results in tasks.values():
+        our_scores = scores(results, ours, k)
+        their_scores = scores(results, theirs, k)
+        seeds = sorted(our_scores.keys() & their_scores.keys())
+        if len(seeds) < 2:
+            contrast.cells.append(f"– ({len(seeds)} seeds)")
+            continue
+        our_side = np.array([our_scores[seed] for seed in seeds])
+        their_side = np.array([their_scores[seed] for seed in seeds])
+        contrast.sides.append((our_side, their_side))
+        paired = statistics.paired((our_side - their_side)[:, None], np.zeros((len(seeds), 1)))
+        least = statistics.detectable(paired["spread"], len(seeds), comparisons)
+        difference = statistics.in_words(paired, "+.3f")
+        contrast.cells.append(f"{difference}, {_detectable(least)} ({len(seeds)} seeds)")
+    if contrast.sides:
+        contrast.pooled = pooled.mean_difference(contrast.differences)
+    return contrast
+
+
+def _pooled_cell(contrast: Contrast, comparisons: int) -> str:
+    """The pooled difference, and the smallest one that would be found."""
+    variances = [difference.var(ddof=1) for difference in contrast.differences]
+    spread = float(np.sqrt(np.mean(variances)))
+    fewest_seeds = min(len(difference) for difference in contrast.differences)
+    least = statistics.detectable(spread, fewest_seeds, comparisons, len(contrast.sides))
+    return f"{statistics.in_words(contrast.pooled, '+.3f')}, {_detectable(least)}"
 
 
 def strategies(results: Results) -> list[list[str]]:
     """A row for each strategy of a task: its scores, its verdict, and what its perturbation did."""
-    diagnosed = {row["name"]: row for row in (results.get("diagnosis") or {}).get("strategies", [])}
+    diagnosis = results.get("diagnosis") or {}
+    diagnosed = {row["name"]: row for row in diagnosis.get("strategies", [])}
     table = []
     for row in results["summary"]:
+        name = row["strategy"]
+        diversity = [diagnosed[name]["diversity"]["score"]] if diagnosed.get(name) else []
+        shifts = []
+        drifts = []
+        for run in results["runs"]:
+            if run["strategy"] != name:
+                continue
+            shifts += [step["shift"] for step in run["steps"][:1] if "shift" in step]
+            drifts += [step[_DRIFT] for step in run["steps"] if _DRIFT in step][-1:]
         ks = sorted(row["pass_at_k"], key=int)
-        axes = diagnosed.get(row["strategy"]) or {}
-        drift = [s[_DRIFT] for run in results["runs"] if run["strategy"] == row["strategy"] for s in _last(run, _DRIFT)]
-        shift = [
-            s["shift"]
-            for run in results["runs"]
-            if run["strategy"] == row["strategy"]
-            for s in run["steps"][:1]
-            if "shift" in s
-        ]
+        largest_pass = row["pass_at_k"].get(ks[-1]) if ks else None
         table.append(
             [
-                row["strategy"],
+                name,
                 str(len(row["seeds"])),
                 statistics.in_words(row["mean_at_n"]),
-                statistics.in_words(row["pass_at_k"].get(ks[-1]) if ks else None),
+                statistics.in_words(largest_pass),
                 row["verdict"],
-                _mean([axes["diversity"]["score"]] if axes else []),
-                _mean(shift),
-                _mean(drift),
+                _mean(diversity),
+                _mean(shifts),
+                _mean(drifts),
             ]
         )
     return table
@@ -109,70 +157,72 @@ def report(tasks: Mapping[str, Results], pairs: Mapping[str, Sequence[str]]) -> 
         "Written by `python -m benchmarks.study`; the design is [study.md](../study.md).",
     ]
     for name, results in tasks.items():
-        runs = results["runs"]
-        done = [run for run in runs if run["status"] == "done"]
-        hours = sum(run["seconds"] or 0 for run in runs) / 3600
-        machine = results["machine"]
-        lines += [
-            "",
-            f"## {name}",
-            "",
-            f"{len(done)} of {len(runs)} runs finished, {hours:.1f} hours of training and evaluation",
-        ]
-        lines[-1] += f" on {machine.get('cores')} cores of {machine.get('cpu') or 'a CPU'}; {results['created']}."
-        lines += ["", "```text", shlex.join(results["command"]), "```", ""]
-        ks = sorted({k for row in results["summary"] for k in row["pass_at_k"]}, key=int)
-        n = next((row["n"] for row in results["summary"] if row["n"]), "n")
-        head = [
-            "strategy",
-            "seeds",
-            f"Mean@{n}",
-            f"Pass@{ks[-1]}" if ks else "Pass@k",
-            f"against {results['baseline']}",
-        ]
-        lines += markdown_table(
-            [*head, "diversity before training", "shift at step 1", "neighbor sets changed at the end"],
-            strategies(results),
-        )
+        lines += ["", f"## {name}", "", *_task_lines(results)]
     for k in (None, *_shared_k(tasks)):
-        what = "Mean@n" if k is None else f"Pass@{k}"
-        lines += ["", f"## Contrasts in {what}", "", "Paired by seed; 95% intervals, each for itself; p of the pooled"]
-        lines[-1] += (
-            " difference with Holm's correction in brackets; the last column is the probability of improvement."
+        measure = "Mean@n" if k is None else f"Pass@{k}"
+        explanation = (
+            "Paired by seed; 95% intervals, each for itself; p of the pooled difference with Holm's correction in"
+            " brackets; the last column is the probability of improvement."
         )
+        lines += ["", f"## Contrasts in {measure}", "", explanation]
         head = ["contrast", *tasks, "pooled", "p (corrected)", "improvement"]
-        lines += ["", *markdown_table(head, contrasts(tasks, pairs, k))]
+        lines += ["", *table_lines(head, contrasts(tasks, pairs, k))]
     return "\n".join(lines) + "\n"
+
+
+def _task_lines(results: Results) -> list[str]:
+    """A task's runs and their hours, the command, and the table of strategies."""
+    runs = results["runs"]
+    finished = [run for run in runs if run["status"] == "done"]
+    hours = sum(run["seconds"] or 0 for run in runs) / 3600
+    machine = results["machine"]
+    summary = (
+        f"{len(finished)} of {len(runs)} runs finished, {hours:.1f} hours of training and evaluation"
+        f" on {machine.get('cores')} cores of {machine.get('cpu') or 'a CPU'}; {results['created']}."
+    )
+    ks = sorted({k for row in results["summary"] for k in row["pass_at_k"]}, key=int)
+    n = next((row["n"] for row in results["summary"] if row["n"]), "n")
+    head = [
+        "strategy",
+        "seeds",
+        f"Mean@{n}",
+        f"Pass@{ks[-1]}" if ks else "Pass@k",
+        f"against {results['baseline']}",
+        "diversity before training",
+        "shift at step 1",
+        "neighbor sets changed at the end",
+    ]
+    command = ["```text", shlex.join(results["command"]), "```"]
+    return [summary, "", *command, "", *table_lines(head, strategies(results))]
 
 
 def main() -> None:
     """Reads the study's folder and publishes it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("study", type=Path)
     parser.add_argument("--contrasts", default="examples/study/contrasts.yaml")
     parser.add_argument("--out", type=Path, default=Path("docs/results"))
     parser.add_argument("--tables", type=Path, help="the tables' page [OUT/tables.md]")
     options = parser.parse_args()
     tasks = comparisons(parser, options.study, "`make study`")
-    pairs = datafiles.read_yaml(options.contrasts, flag="--contrasts", example="'name: [neighbor, none]'")
-    known = {strategy["id"] for results in tasks.values() for strategy in results["strategies"]}
-    for name, pair in pairs.items():
-        missing = [strategy for strategy in pair if strategy not in known]
-        if missing:
-            parser.error(f"contrast {name!r}: no strategy is called {missing[0]!r}; there are {sorted(known)}")
+    pairs: dict[str, Any] = datafiles.read_yaml(
+        options.contrasts, flag="--contrasts", example="'name: [neighbor, none]'"
+    )
+    names = {strategy["id"] for results in tasks.values() for strategy in results["strategies"]}
+    for contrast, pair in pairs.items():
+        for strategy in pair:
+            if strategy not in names:
+                parser.error(f"contrast {contrast!r}: no strategy is called {strategy!r}; there are {sorted(names)}")
     is_published = options.study.resolve() == options.out.resolve()
     publish(tasks, options.out, report(tasks, pairs), options.tables, with_results=not is_published)
 
 
-def _last(run: Mapping[str, Any], key: str) -> list[Mapping[str, float]]:
-    """The last step of a run that logged a key, in a list; an empty one where none did."""
-    return [step for step in run["steps"] if key in step][-1:]
-
-
 def _shared_k(tasks: Mapping[str, Results]) -> list[int]:
     """The largest k above 1 that every task has, in a list."""
-    each = [{int(k) for row in results["summary"] for k in row["pass_at_k"]} for results in tasks.values()]
-    return sorted(set.intersection(*each) - {1})[-1:]
+    task_ks = []
+    for results in tasks.values():
+        task_ks.append({int(k) for row in results["summary"] for k in row["pass_at_k"]})
+    return sorted(set.intersection(*task_ks) - {1})[-1:]
 
 
 def _detectable(least: float | None) -> str:

@@ -9,11 +9,11 @@ vLLM or the sources in BEFORE; and NOT where the row does not match (``python -m
 states). That nothing has moved is no proof that it works: that takes `make matrix`.
 """
 
-import argparse
 import ast
 from collections.abc import Iterator
 from pathlib import Path
 
+from benchmarks.command_line import parser_of
 from ngrpo.machine.upstream.patch import Definition, Patch, definition, source_of
 from ngrpo.patches import VLLM
 
@@ -26,8 +26,11 @@ def moved(before: Definition | None, after: Definition | None) -> str:
         return "new"
     if ast.dump(before) == ast.dump(after):
         return "as it was"
-    parameters = [ast.unparse(each.args) for each in (before, after) if not isinstance(each, ast.ClassDef)]
-    return "other parameters" if len(set(parameters)) > 1 else "another body"
+    if isinstance(before, ast.ClassDef) or isinstance(after, ast.ClassDef):
+        return "another body"
+    if ast.unparse(before.args) != ast.unparse(after.args):
+        return "other parameters"
+    return "another body"
 
 
 def lines(before: Path | None, after: Path) -> Iterator[str]:
@@ -38,18 +41,20 @@ def lines(before: Path | None, after: Path) -> Iterator[str]:
         after: folder with another release's sources.
     """
     for row in VLLM:
-        if row.upstream != "import":
-            mark = "   " if row.state(after) == row.upstream else "NOT"
-            yield f"{mark} {moved(_found(row, before), _found(row, after)):17} {row.target}"
+        if row.upstream == "import":
+            continue
+        mark = "   " if row.state(after) == row.upstream else "NOT"
+        change = moved(_definition_of(row, before), _definition_of(row, after))
+        yield f"{mark} {change:17} {row.target}"
 
 
-def _found(row: Patch, root: Path | None) -> Definition | None:
+def _definition_of(row: Patch, root: Path | None) -> Definition | None:
     source = source_of(row.module, root)
     return None if source is None else definition(ast.parse(source), row.attribute)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("after", type=Path, help="folder with the other release's folder vllm/")
     parser.add_argument("before", type=Path, nargs="?", help="another one; the installed vLLM where it is left out")
     options = parser.parse_args()

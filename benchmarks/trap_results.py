@@ -12,7 +12,6 @@ a group, and the strategy's rollouts before training. With --join further strate
 added to what OUT holds of it, and all are judged together. OUT's other tasks stay. Every number comes from the results.
 """
 
-import argparse
 import itertools
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,13 +19,15 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.publishing import Results, comparisons, joined, markdown_table, publish, published
+from benchmarks.command_line import parser_of
+from benchmarks.markdown import table_lines
+from benchmarks.publishing import Results, comparisons, joined, publish, published
 from benchmarks.study import scores
 from ngrpo.workbench.statistics import in_words
 
-_PARTS = 6  # of a training, for the table of what was tried
+_SPANS = 6  # of a training's steps, for the tables by steps
 # Title: how the name of what a training step logged begins. A task logs under its own name what is tried.
-_BY_PART = {"Tried the better way": "task_", "Deviation of the rewards within a group": "group_reward_std"}
+_BY_STEPS = {"Tried the better way": "task_", "Deviation of the rewards within a group": "group_reward_std"}
 _BEFORE = ["learnable groups", "distinct answers", "diversity", "perplexity", "relative shift"]
 
 
@@ -35,7 +36,9 @@ def ends(results: Results) -> list[list[str]]:
     table = []
     for row in results["summary"]:
         by_seed = scores(results, row["strategy"])
-        above, difference = row["above"], (row["difference"] or {}).get("mean_at_n")
+        above = row["above"]
+        difference = (row["difference"] or {}).get("mean_at_n")
+        fisher = "–" if "p" not in above else f"{above['p']:.2g} ({above['p_corrected']:.2g})"
         table.append(
             [
                 f"`{row['strategy']}`",
@@ -43,7 +46,7 @@ def ends(results: Results) -> list[list[str]]:
                 f"{above['runs']} of {above['of']}",
                 f"{np.mean(list(by_seed.values())):.3f}",
                 _difference(difference),
-                "–" if "p" not in above else f"{above['p']:.2g} ({above['p_corrected']:.2g})",
+                fisher,
             ]
         )
     return table
@@ -51,38 +54,46 @@ def ends(results: Results) -> list[list[str]]:
 
 def repeated(results: Results) -> list[str]:
     """A line for each strategy that was run again on another machine: where those runs ended, by seed."""
+    ends_by_strategy: dict[tuple[str, str], list[float]] = {}
+    for run in results.get("repeated", ()):
+        run_ends = ends_by_strategy.setdefault((run["cpu"], run["strategy"]), [])
+        if run["evaluation"]:
+            run_ends.append(run["evaluation"]["mean_at_n"])
     lines = []
-    for cpu, name in dict.fromkeys((run["cpu"], run["strategy"]) for run in results.get("repeated", ())):
-        runs = [run for run in results["repeated"] if (run["cpu"], run["strategy"]) == (cpu, name)]
-        ends = [run["evaluation"]["mean_at_n"] for run in runs if run["evaluation"]]
-        each, mean = " ".join(f"{end:.3f}" for end in ends), np.mean(ends)
-        lines.append(f"`{name}` run again on {cpu or 'a CPU'}, not counted above: {each} (mean {mean:.3f}).")
+    for (cpu, name), run_ends in ends_by_strategy.items():
+        listed = " ".join(f"{end:.3f}" for end in run_ends)
+        mean = np.mean(run_ends)
+        lines.append(f"`{name}` run again on {cpu or 'a CPU'}, not counted above: {listed} (mean {mean:.3f}).")
     return lines
 
 
-def by_part(results: Results, prefix: str) -> tuple[list[str], list[list[str]]]:
-    """A logged number by part of the training, its mean over steps and runs.
+def by_steps(results: Results, prefix: str) -> tuple[list[str], list[list[str]]]:
+    """A logged number by spans of the training, its mean over steps and runs.
 
     Args:
         results: of a comparison.
         prefix: how the number's name in a step begins.
 
     Returns:
-        The heading, and a row for each strategy; both are empty where no step has the number.
+        The headings, and a row for each strategy; both are empty where no step has the number.
     """
-    steps = {strategy["id"]: _logged(results, strategy["id"], prefix) for strategy in results["strategies"]}
-    if not any(steps.values()):
+    logged = {strategy["id"]: _logged(results, strategy["id"], prefix) for strategy in results["strategies"]}
+    if not any(logged.values()):
         return [], []
-    last = int(max((step for values in steps.values() for step, _ in values)))
-    bounds = [round(last * part / _PARTS) for part in range(_PARTS + 1)]
+    last = int(max(step for values in logged.values() for step, _ in values))
+    bounds = [round(last * span / _SPANS) for span in range(_SPANS + 1)]
+    spans = list(itertools.pairwise(bounds))
     table = []
-    for name, values in steps.items():
-        parts = [[value for step, value in values if first < step <= end] for first, end in itertools.pairwise(bounds)]
-        table.append([f"`{name}`", *(f"{np.mean(part):.3f}" if part else "–" for part in parts)])
-    return [f"{first + 1} to {end}" for first, end in itertools.pairwise(bounds)], table
+    for name, values in logged.items():
+        cells = []
+        for before, end in spans:
+            in_span = [value for step, value in values if before < step <= end]
+            cells.append(f"{np.mean(in_span):.3f}" if in_span else "–")
+        table.append([f"`{name}`", *cells])
+    return [f"{before + 1} to {end}" for before, end in spans], table
 
 
-def before(diagnosis: Mapping[str, Any]) -> list[list[str]]:
+def before_training(diagnosis: Mapping[str, Any]) -> list[list[str]]:
     """A row for each strategy of what `ngrpo diagnose` measured on the untrained model; – where there is no number."""
     table = []
     for row in diagnosis["strategies"]:
@@ -95,7 +106,8 @@ def before(diagnosis: Mapping[str, Any]) -> list[list[str]]:
             row["validity"]["perplexity"],
             row["relative_shift"],
         )
-        table.append([f"`{row['name']}`", *("–" if number is None else f"{number:.3f}" for number in numbers)])
+        cells = ["–" if number is None else f"{number:.3f}" for number in numbers]
+        table.append([f"`{row['name']}`", *cells])
     return table
 
 
@@ -107,39 +119,45 @@ def report(tasks: Mapping[str, Results]) -> str:
         "Written by `python -m benchmarks.trap_results`; the design: [study2.md](../study2.md).",
     ]
     for name, results in tasks.items():
-        runs = [run for run in results["runs"] if run["status"] == "done"]
-        machine, threshold = results["machine"], results["summary"][0]["above"]["threshold"]
-        minutes = sum(run["seconds"] or 0 for run in runs) / 60
-        lines += ["", f"## {name}", ""]
-        lines.append(
-            f"{len(runs)} of {len(results['runs'])} runs, {minutes:.0f} minutes of training and evaluation on"
-            f" {machine.get('cores')} cores of {machine.get('cpu') or 'a CPU'}; {results['created']}. Before training:"
-            f" {results['untrained']['mean_at_n']:.3f}."
-        )
-        head = ["strategy", "Mean@n by seed", f"above {threshold:g}", "mean", f"to `{results['baseline']}`", "Fisher"]
-        lines += ["", *markdown_table(head, ends(results))]
-        lines += [line for told in repeated(results) for line in ("", told)]
-        for title, prefix in _BY_PART.items():
-            head, rows = by_part(results, prefix)
-            if not rows:  # as where a task logs nothing of what is tried
-                continue
-            lines += ["", f"{title}, by steps:", "", *markdown_table(["strategy", *head], rows)]
-        diagnosis = results["diagnosis"]
-        if diagnosis:
-            head = ["strategy", "reward", f"Pass@{diagnosis['group']}", *_BEFORE]
-            title = f"Rollouts of the untrained model, {diagnosis['prompts']} groups of {diagnosis['group']}:"
-            lines += ["", title, "", *markdown_table(head, before(diagnosis))]
+        lines += ["", f"## {name}", "", *_task_lines(results)]
     lines += [
         "",
-        "Differences: paired by seed, 95% intervals, p of the paired t test; Fisher's exact test is of the runs",
+        "Differences: paired by seed, 95% intervals, p of the paired t test; Fisher's exact test is of the runs above;"
+        " p with Holm's correction for the table's strategies in brackets.",
     ]
-    lines[-1] += " above; p with Holm's correction for the table's strategies in brackets."
     return "\n".join(lines) + "\n"
+
+
+def _task_lines(results: Results) -> list[str]:
+    """A task's runs and their minutes, and its tables."""
+    finished = [run for run in results["runs"] if run["status"] == "done"]
+    machine = results["machine"]
+    threshold = results["summary"][0]["above"]["threshold"]
+    minutes = sum(run["seconds"] or 0 for run in finished) / 60
+    lines = [
+        f"{len(finished)} of {len(results['runs'])} runs, {minutes:.0f} minutes of training and evaluation on"
+        f" {machine.get('cores')} cores of {machine.get('cpu') or 'a CPU'}; {results['created']}. Before training:"
+        f" {results['untrained']['mean_at_n']:.3f}."
+    ]
+    head = ["strategy", "Mean@n by seed", f"above {threshold:g}", "mean", f"to `{results['baseline']}`", "Fisher"]
+    lines += ["", *table_lines(head, ends(results))]
+    for line in repeated(results):
+        lines += ["", line]
+    for title, prefix in _BY_STEPS.items():
+        head, rows = by_steps(results, prefix)
+        if rows:  # a task may log nothing of what is tried
+            lines += ["", f"{title}, by steps:", "", *table_lines(["strategy", *head], rows)]
+    diagnosis = results["diagnosis"]
+    if diagnosis:
+        head = ["strategy", "reward", f"Pass@{diagnosis['group']}", *_BEFORE]
+        title = f"Rollouts of the untrained model, {diagnosis['prompts']} groups of {diagnosis['group']}:"
+        lines += ["", title, "", *table_lines(head, before_training(diagnosis))]
+    return lines
 
 
 def main() -> None:
     """Reads the folder and publishes it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("study", type=Path)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--tables", type=Path, help="the tables' page [OUT/tables.md]")
@@ -147,37 +165,39 @@ def main() -> None:
     options = parser.parse_args()
     tasks = comparisons(parser, options.study, "examples/study2/run.sh")
     for name, results in tasks.items():
-        missing = [run["id"] for run in results["runs"] if run["status"] != "done"]
-        if missing:
-            parser.error(f"{name}: {len(missing)} runs are not finished: {', '.join(missing[:3])}")
+        unfinished = [run["id"] for run in results["runs"] if run["status"] != "done"]
+        if unfinished:
+            parser.error(f"{name}: {len(unfinished)} runs are not finished: {', '.join(unfinished[:3])}")
         if any("above" not in row for row in results["summary"]):
             parser.error(f"{name}: runs were not counted; give the comparison --threshold")
-    before = published(options.out)
+    old_tasks = published(options.out)
     if options.join:
-        tasks = {name: joined(before[name], new) if name in before else new for name, new in tasks.items()}
+        for name, results in tasks.items():
+            if name in old_tasks:
+                tasks[name] = joined(old_tasks[name], results)
+    tables = report(dict(sorted((old_tasks | tasks).items())))
     is_published = options.study.resolve() == options.out.resolve()
-    tables = report(dict(sorted((before | tasks).items())))
     publish(tasks, options.out, tables, options.tables, with_results=not is_published)
 
 
 def _logged(results: Results, strategy: str, prefix: str) -> list[tuple[float, float]]:
     """(step, value) of all finished runs of a strategy, where a step has a number with such a name."""
-    return [
-        (step["step"], step[name])
-        for run in results["runs"]
-        if run["strategy"] == strategy and run["status"] == "done"
-        for step in run["steps"]
-        for name in step
-        if name.startswith(prefix)
-    ]
+    logged = []
+    for run in results["runs"]:
+        if run["strategy"] != strategy or run["status"] != "done":
+            continue
+        for step in run["steps"]:
+            logged += [(step["step"], step[name]) for name in step if name.startswith(prefix)]
+    return logged
 
 
 def _difference(difference: Mapping[str, Any] | None) -> str:
     if difference is None:
         return "–"
     text = in_words(difference, "+.3f")
-    if difference["p"] is not None:
-        text += f", p {difference['p']:.2g} ({difference.get('p_corrected', difference['p']):.2g})"
+    p = difference["p"]
+    if p is not None:
+        text += f", p {p:.2g} ({difference.get('p_corrected', p):.2g})"
     return text
 
 

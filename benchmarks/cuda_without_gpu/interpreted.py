@@ -29,11 +29,11 @@ from torch.overrides import _pop_mode_temporarily
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten_with_path
 
+from benchmarks.command_line import in_tree
 from benchmarks.cuda_without_gpu import inductor, pretended
 from benchmarks.cuda_without_gpu.pretended import Device, Pretended, host_values, pretended_cuda
 from benchmarks.cuda_without_gpu.recorded import RepeatedGraph
 from benchmarks.cuda_without_gpu.simulated import Disagreement, Plan, simulate
-from benchmarks.exactness import in_tree
 from ngrpo.rollout import step_graphs
 from perturbations import create
 from perturbations.compilation import Compiled

@@ -10,9 +10,11 @@ from typing import Any
 from benchmarks.gpu.run import alone, run
 from benchmarks.gpu.stages import stages
 from benchmarks.machine import ROOT, details
+from benchmarks.markdown import table_lines
 from perturbations.errors import UsageError
 
-FULL, MINIATURE = ROOT / "docs" / "gpu.json", ROOT / "runs" / "gpu-rehearsal.json"
+FULL = ROOT / "docs" / "gpu.json"
+MINIATURE = ROOT / "runs" / "gpu-rehearsal.json"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -29,18 +31,20 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--print", action="store_true", dest="show", help="print the file as Markdown and end")
     options = parser.parse_args(argv)
     path = options.out or (MINIATURE if options.rehearse else FULL)
-    chosen = {stage.name: stage for stage in stages(options.rehearse)}
+    by_name = {stage.name: stage for stage in stages(options.rehearse)}
     if options.list:
-        print("\n".join(f"{stage.seconds:4.0f} s  {name:24s}  {stage.about}" for name, stage in chosen.items()))
+        for name, stage in by_name.items():
+            print(f"{stage.seconds:4.0f} s  {name:24s}  {stage.about}")
         return 0
     if options.show:
         if not path.exists():
             parser.error(f"{path} does not exist: run the stages first")
         print(markdown(json.loads(path.read_text())))
         return 0
-    names = options.stage.split(",") if options.stage else list(chosen)
-    if unknown := [name for name in names if name not in chosen]:
-        parser.error(f"--stage {options.stage}: {unknown[0]!r} is none of {', '.join(chosen)}")
+    names = options.stage.split(",") if options.stage else list(by_name)
+    for name in names:
+        if name not in by_name:
+            parser.error(f"--stage {options.stage}: {name!r} is none of {', '.join(by_name)}")
     machine = details()
     if machine["gpu"] is None and not options.rehearse:
         parser.error("torch sees no CUDA device: --rehearse runs everything in miniature on a CPU")
@@ -48,9 +52,10 @@ def main(argv: list[str] | None = None) -> int:
         parser.error("--rehearse is for a machine without CUDA; here run the stages themselves")
     try:
         # A rehearsal measures no speed, so that several may run at once.
-        with contextlib.nullcontext() if options.rehearse else alone():
+        lock = contextlib.nullcontext() if options.rehearse else alone()
+        with lock:
             good = run(
-                [chosen[name] for name in names],
+                [by_name[name] for name in names],
                 path,
                 machine,
                 limit=options.limit,
@@ -63,21 +68,25 @@ def main(argv: list[str] | None = None) -> int:
     return 0 if good else 1
 
 
-def markdown(found: dict[str, Any]) -> str:
+def markdown(outcomes: dict[str, Any]) -> str:
     """All figures, for a page: a heading for each stage, its verdict, a table of its rows, the machine."""
-    return "\n\n".join(_part(name, outcome) for name, outcome in found.items())
+    return "\n\n".join(_section(name, outcome) for name, outcome in outcomes.items())
 
 
-def _part(name: str, outcome: dict[str, Any]) -> str:
-    keys = list(dict.fromkeys(key for row in outcome["rows"] for key in row))
-    lines = [keys, ["---"] * len(keys), *[[_cell(row.get(key)) for key in keys] for row in outcome["rows"]]]
-    table = "\n".join(f"| {' | '.join(cells)} |" for cells in lines) if keys else "No figures."
+def _section(name: str, outcome: dict[str, Any]) -> str:
+    columns = list(dict.fromkeys(column for row in outcome["rows"] for column in row))
+    table = "No figures."
+    if columns:
+        body = [[_cell(row.get(column)) for column in columns] for row in outcome["rows"]]
+        table = "\n".join(table_lines(columns, body))
     machine = f"{outcome['machine']}; commit {outcome['commit']}"
     return f"### {name}: {outcome['about']}\n\n{outcome['verdict']}\n\n{table}\n\n{machine}"
 
 
 def _cell(value: Any) -> str:
-    return "–" if value is None else format(value, ".3g") if isinstance(value, float) else str(value)
+    if value is None:
+        return "–"
+    return format(value, ".3g") if isinstance(value, float) else str(value)
 
 
 if __name__ == "__main__":

@@ -14,51 +14,58 @@ _COUNTED = {
     "items": ("aten::_local_scalar_dense",),
     "nonzero": ("aten::nonzero",),
 }
+_NO_ENGINE = "no engine"
 
 
 def measure(arguments: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """One row for stock vLLM, then one for each perturbation; or the perturber without an engine."""
     if arguments.get("alone"):
-        yield from _alone(arguments)
+        yield from _without_engine(arguments)
         return
     from benchmarks.gpu import models
     from ngrpo.rollout import set_perturbation
 
-    count = arguments["sequences"]
-    stock, perturbed, kind = models.both_engines(arguments["model"], count, arguments["rehearse"])
-    prompts = models.prompts(stock, count)
-    for name, rate in [["stock", None], *arguments["perturbations"]]:
-        if rate is not None:
-            set_perturbation(perturbed, name, rate=rate)
-        per_step = _per_step(stock if rate is None else perturbed, prompts, arguments["tokens"])
-        yield {**kind, "perturbation": name, "rate": rate, "sequences": count, **per_step}
+    sequences = arguments["sequences"]
+    engines = models.both_engines(arguments["model"], sequences, arguments["rehearse"])
+    prompts = models.prompts(engines.stock, sequences)
+    per_step = _per_step(engines.stock, prompts, arguments["tokens"])
+    yield {**engines.columns, "perturbation": "stock", "rate": None, "sequences": sequences, **per_step}
+    for name, rate in arguments["perturbations"]:
+        set_perturbation(engines.perturbed, name, rate=rate)
+        per_step = _per_step(engines.perturbed, prompts, arguments["tokens"])
+        yield {**engines.columns, "perturbation": name, "rate": rate, "sequences": sequences, **per_step}
 
 
 def judge(rows: list[dict[str, Any]]) -> tuple[bool, str]:
     """Without an engine nothing may wait for the device, nor loop over requests; in vLLM counts are compared."""
-    alone = rows[0]["runner"] == "no engine"
-    good = not (alone and any(row["waits"] or row["loops"] for row in rows))
-    time = {True: lambda row: f", {row['microseconds']:.0f} µs", False: lambda row: ""}[alone]
-    each = [
-        f"{row['perturbation']} {row['launches']:.0f} launches, {row['waits']:.0f} waits{time(row)}" for row in rows
-    ]
-    return good, f"{'no waits' if good and alone else 'WAITS OR LOOPS' if alone else 'counted'}; {'; '.join(each)}"
+    without_engine = rows[0]["runner"] == _NO_ENGINE
+    counts = []
+    for row in rows:
+        count = f"{row['perturbation']} {row['launches']:.0f} launches, {row['waits']:.0f} waits"
+        if without_engine:
+            count += f", {row['microseconds']:.0f} µs"
+        counts.append(count)
+    if not without_engine:
+        return True, f"counted; {'; '.join(counts)}"
+    good = not any(row["waits"] or row["loops"] for row in rows)
+    return good, f"{'no waits' if good else 'WAITS OR LOOPS'}; {'; '.join(counts)}"
 
 
-def _alone(arguments: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def _without_engine(arguments: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Random logits instead of a model; the time is that of a step, until the device has done it."""
     import torch
 
     from benchmarks import decode_step
     from perturbations import create
 
-    device, sequences = "cuda" if torch.cuda.is_available() else "cpu", arguments["sequences"]
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    sequences = arguments["sequences"]
     vocabulary = 1024 if arguments["rehearse"] else 151_936
     for name, rate in arguments["perturbations"]:
         perturbation = create(name, rate=rate)
         counts = decode_step.count(perturbation, sequences, vocabulary=vocabulary, device=device)
         yield {
-            "runner": "no engine",
+            "runner": _NO_ENGINE,
             "perturbation": name,
             "rate": rate,
             "sequences": sequences,
@@ -78,8 +85,9 @@ def _per_step(llm: Any, prompts: list[list[int]], tokens: int) -> dict[str, floa
     from benchmarks.rollout import rate_of
 
     rate_of(llm, prompts, tokens)
-    short, long = (_counts(llm, prompts, length) for length in (tokens, 2 * tokens))
-    return {what: (long[what] - short[what]) / tokens for what in _COUNTED}
+    counts = _counts(llm, prompts, tokens)
+    counts_of_twice = _counts(llm, prompts, 2 * tokens)
+    return {kind: (counts_of_twice[kind] - counts[kind]) / tokens for kind in _COUNTED}
 
 
 def _counts(llm: Any, prompts: list[list[int]], tokens: int) -> collections.Counter[str]:
@@ -91,6 +99,7 @@ def _counts(llm: Any, prompts: list[list[int]], tokens: int) -> collections.Coun
         rate_of(llm, prompts, tokens)
     counts: collections.Counter[str] = collections.Counter()
     for event in trace.key_averages():
-        for what, names in _COUNTED.items():
-            counts[what] += event.count * event.key.startswith(names)
+        for kind, names in _COUNTED.items():
+            if event.key.startswith(names):
+                counts[kind] += event.count
     return counts

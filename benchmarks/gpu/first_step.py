@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 
 _CANDIDATES = 3  # of each made-up perturbed input, as `neighbor` leaves them
-_RATE = 0.5
+_RATE = 0.5  # the share of inputs that are perturbed
 # How far a repeated update may be from the first one, as a share of it. Adam's states of another update give 0.12 on a
 # CPU, where a right repetition gives 0. A GPU may sum in another order; 0.01 is an estimate of what that gives.
 _LARGEST_REPETITION = 0.05
@@ -280,7 +280,7 @@ def _micro_batch(lengths: list[int], vocabulary: int, *, seed: int, device: Any)
     import numpy as np
     import torch
 
-    from benchmarks.replay import random_record
+    from benchmarks.replay import RecordKind, random_record
     from perturbations.replay.trajectory import FinishedTrajectory
 
     draws = torch.Generator().manual_seed(seed)
@@ -290,9 +290,10 @@ def _micro_batch(lengths: list[int], vocabulary: int, *, seed: int, device: Any)
     sequences = torch.randint(2, vocabulary, attention_mask.shape, generator=draws) * attention_mask
     action_mask = ((positions >= sizes // 3) & (positions < sizes))[:, 1:].long()
     signs = torch.tensor([1.0, -1.0]).repeat(len(lengths))[: len(lengths)].unsqueeze(-1)
+    kind = RecordKind(rate=_RATE, candidates=_CANDIDATES, noisy=False)
     side_inputs = []
     for index, length in enumerate(lengths):
-        record = random_record(length, _RATE, _CANDIDATES, vocabulary, seed + index, noisy=False)
+        record = random_record(length, kind, vocabulary, seed + index)
         trajectory = FinishedTrajectory(record, np.zeros(length, np.float32))
         side_inputs.append(trajectory.pack())
     return _MicroBatch(

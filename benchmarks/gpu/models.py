@@ -7,7 +7,7 @@ import shutil
 import tempfile
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.gpu.stages import SMOLLM2
 from ngrpo.machine.models.packaged import cache_dir, resolve
@@ -72,7 +72,8 @@ def folder_of(shape: str) -> tuple[str, str]:
 
 def made(shape: str, *, weights: bool = True) -> str:
     """A folder in the cache with a configuration, a tokenizer of numbered words, and random weights from one seed."""
-    folder = cache_dir() / f"benchmark-{'random' if weights else 'shape'}-{shape}-r2"
+    content = "random" if weights else "shape"
+    folder = cache_dir() / f"benchmark-{content}-{shape}-r2"
     if folder.is_dir():
         return str(folder)
     import torch
@@ -80,12 +81,22 @@ def made(shape: str, *, weights: bool = True) -> str:
 
     folder.parent.mkdir(parents=True, exist_ok=True)
     draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    tokens = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1}
-    kind = {"architectures": ["LlamaForCausalLM"], "dtype": "float32", "max_position_embeddings": LONGEST}
-    config = AutoConfig.for_model("llama", **kind, **tokens, **SHAPES[shape])
+    config = AutoConfig.for_model(
+        "llama",
+        architectures=["LlamaForCausalLM"],
+        dtype="float32",
+        max_position_embeddings=LONGEST,
+        bos_token_id=0,
+        eos_token_id=1,
+        pad_token_id=1,
+        **SHAPES[shape],
+    )
     try:
         torch.manual_seed(0)
-        (AutoModelForCausalLM.from_config(config) if weights else config).save_pretrained(draft)
+        if weights:
+            AutoModelForCausalLM.from_config(config).save_pretrained(draft)
+        else:
+            config.save_pretrained(draft)
         _tokenizer(SHAPES[shape]["vocab_size"]).save_pretrained(draft)
         draft.rename(folder)
     except OSError:
@@ -97,6 +108,7 @@ def made(shape: str, *, weights: bool = True) -> str:
 
 
 def _tokenizer(size: int) -> Any:
+    """A tokenizer of the words w0, w1, … as many as there are tokens."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import Whitespace
@@ -117,8 +129,22 @@ def prompts(llm: Any, count: int, tokens: int = 40) -> list[list[int]]:
     return draws.choice(ordinary, (count, tokens)).tolist()
 
 
-def both_engines(shape: str, sequences: int, rehearse: bool) -> tuple[Any, Any, dict[str, str]]:
-    """A stock engine and a perturbed one in this process, and what rows say of both: model and runner."""
+class Engines(NamedTuple):
+    """Two engines in this process.
+
+    Attributes:
+        stock: vLLM without a perturbation.
+        perturbed: with one, which is set for each measurement.
+        columns: what rows say of both: model and runner.
+    """
+
+    stock: Any
+    perturbed: Any
+    columns: dict[str, str]
+
+
+def both_engines(shape: str, sequences: int, rehearse: bool) -> Engines:
+    """A stock engine and a perturbed one of a model, for as many sequences at once."""
     from benchmarks import rollout
     from ngrpo.rollout import model_runner
 
@@ -129,11 +155,14 @@ def both_engines(shape: str, sequences: int, rehearse: bool) -> tuple[Any, Any, 
     if shape == SMOLLM2:
         folder, name = folder_of(shape)
     else:
-        folder, name = made(shape, weights=False), f"random weights, {shape}"
+        folder = made(shape, weights=False)
+        name = f"random weights, {shape}"
         options["load_format"] = "dummy"
-    stock = rollout.engine(folder, None, not rehearse, **options)
-    perturbed = rollout.engine(folder, {"name": "gumbel"}, not rehearse, **options)
-    runner, wanted = model_runner(perturbed), "V2" if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1" else "V1"
-    if not rehearse and runner != wanted:
-        raise RuntimeError(f"the perturbed engine has the {runner} model runner, and stock {wanted}")
-    return stock, perturbed, {"model": name, "runner": runner}
+    compiled = not rehearse
+    stock = rollout.engine(folder, None, compiled, **options)
+    perturbed = rollout.engine(folder, {"name": "gumbel"}, compiled, **options)
+    runner = model_runner(perturbed)
+    stock_runner = "V2" if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1" else "V1"
+    if not rehearse and runner != stock_runner:
+        raise RuntimeError(f"the perturbed engine has the {runner} model runner, and stock {stock_runner}")
+    return Engines(stock, perturbed, {"model": name, "runner": runner})

@@ -29,6 +29,7 @@ from perturbations.errors import UsageError
 _LOGS = ROOT / "runs" / "gpu"
 _GRACE = 15.0  # seconds for a stage to end after an interrupt: a training ends its Ray
 _SLACK = 3.0  # a stage may take that many times its estimate
+_SLACK_OF_REHEARSAL = 10.0
 
 
 @contextlib.contextmanager
@@ -73,88 +74,137 @@ def run(
     """
     end = time.monotonic() + limit - _GRACE
     gpu = machine["gpu"] or {"name": f"no GPU, {machine['processor']}", "count": 1}
-    here = {"gpu": gpu["name"], "sources": _sources()}
-    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-    good, left = True, []
-
-    def state(stage: Stage) -> str:
-        outcome = found.get(stage.name, {})
-        return outcome["state"] if here.items() <= outcome.items() else "open"
-
-    def say(stage: Stage, text: str) -> None:
-        report(f"{here['gpu']}  {stage.name}: {text}")
-
-    for stage in sorted(stages, key=lambda stage: state(stage) == "failed"):
-        if state(stage) == "done" and not force:
-            say(stage, f"done before: {found[stage.name]['verdict']}")
-        elif lacks := stage.lacks(gpu["count"]):
-            say(stage, f"skipped: {lacks}")
+    figures = _Figures(path, {"gpu": gpu["name"], "sources": _sources()})
+    good = True
+    left = []
+    for stage in sorted(stages, key=lambda stage: figures.state(stage) == "failed"):
+        line = f"{gpu['name']}  {stage.name}: "
+        seconds_left = end - time.monotonic()
+        reason = stage.lacks(gpu["count"])
+        if figures.state(stage) == "done" and not force:
+            report(f"{line}done before: {figures.outcome(stage)['verdict']}")
+        elif reason:
+            report(f"{line}skipped: {reason}")
             continue
-        elif (seconds := end - time.monotonic()) < stage.seconds:
+        elif seconds_left < stage.seconds:
             left.append(stage.name)
-            say(stage, f"not started: it takes about {stage.seconds:.0f} s, {max(seconds, 0):.0f} s are left")
+            estimate = f"it takes about {stage.seconds:.0f} s, {max(seconds_left, 0):.0f} s are left"
+            report(f"{line}not started: {estimate}")
             continue
         else:
-            outcome: dict[str, Any] = {"about": stage.about, **here, "commit": commit(), "machine": _line(machine)}
-            found[stage.name] = outcome | {"state": "cut off", "verdict": "cut off", "rows": []}
-
-            def keep(**parts: Any) -> None:
-                found[stage.name] |= parts  # noqa: B023 -- called within this turn of the loop alone
-                _write(path, found)
-
-            slack = _SLACK if machine["gpu"] else 10.0
-            _run(stage, min(seconds, slack * stage.seconds), seconds, keep)
-            outcome = found[stage.name]
-            say(stage, f"{outcome['verdict']} ({outcome['seconds']:.0f} s)")
-            left += [stage.name] * (outcome["state"] == "cut off")
-        good &= found[stage.name].get("good", True)
+            figures.begin(stage, commit=commit(), machine=_line(machine))
+            slack = _SLACK if machine["gpu"] else _SLACK_OF_REHEARSAL
+            _run(stage, min(seconds_left, slack * stage.seconds), seconds_left, figures)
+            outcome = figures.outcome(stage)
+            report(f"{line}{outcome['verdict']} ({outcome['seconds']:.0f} s)")
+            if outcome["state"] == "cut off":
+                left.append(stage.name)
+        good &= figures.outcome(stage).get("good", True)
     if left:
         report(f"left for the next call: {', '.join(left)}")
     return good
 
 
-def _run(stage: Stage, timeout: float, left: float, keep: Callable[..., None]) -> None:
+class _Figures:
+    """The file of figures, which is written at each change: an outcome for each stage, by its name."""
+
+    def __init__(self, path: Path, conditions: dict[str, str]) -> None:
+        """
+        Args:
+            path: of the file.
+            conditions: the GPU and the sources; outcomes of others count as not there.
+        """
+        self._path = path
+        self._conditions = conditions
+        self._outcomes: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+
+    def outcome(self, stage: Stage) -> dict[str, Any]:
+        return self._outcomes[stage.name]
+
+    def state(self, stage: Stage) -> str:
+        """ "open", "cut off", "failed" or "done"."""
+        outcome = self._outcomes.get(stage.name, {})
+        has_conditions = self._conditions.items() <= outcome.items()
+        return outcome["state"] if has_conditions else "open"
+
+    def begin(self, stage: Stage, **origin: str) -> None:
+        """Puts an outcome that holds should this program be killed in the place of an older one."""
+        self._outcomes[stage.name] = {
+            "about": stage.about,
+            **self._conditions,
+            **origin,
+            "state": "cut off",
+            "verdict": "cut off",
+            "rows": [],
+        }
+
+    def update(self, stage: Stage, **fields: Any) -> None:
+        """Writes fields of a stage's outcome, whole or not at all."""
+        self._outcomes[stage.name] |= fields
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        draft = self._path.with_suffix(".draft")
+        draft.write_text(json.dumps(self._outcomes, indent=1, ensure_ascii=False) + "\n")
+        draft.replace(self._path)
+
+
+def _run(stage: Stage, timeout: float, seconds_left: float, figures: _Figures) -> None:
+    """Runs a stage in a process of its own, and writes its rows as they come, and then its outcome.
+
+    Args:
+        stage: which one.
+        timeout: seconds after which its process is ended.
+        seconds_left: of the call; a stage that is ended with them is no failure.
+        figures: are written.
+    """
     began = time.monotonic()
     _LOGS.mkdir(parents=True, exist_ok=True)
+    module = stage.module if "." in stage.module else f"benchmarks.gpu.{stage.module}"
     with tempfile.TemporaryDirectory() as folder, (_LOGS / f"{stage.name}.log").open("w+", errors="replace") as log:
         file = Path(folder) / "rows"
         file.touch()
-        module = stage.module if "." in stage.module else f"benchmarks.gpu.{stage.module}"
-        words = [module, str(file), json.dumps(dict(stage.arguments))]
         process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.gpu.run", *words],
+            [sys.executable, "-m", "benchmarks.gpu.run", module, str(file), json.dumps(dict(stage.arguments))],
             cwd=ROOT,
             env={"OMP_WAIT_POLICY": "PASSIVE", **os.environ, **stage.env},
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-        seen = 0
+        written = 0
         try:
             while process.poll() is None and time.monotonic() - began < timeout:
                 time.sleep(0.2)
-                if (size := file.stat().st_size) > seen:
-                    seen = size
-                    keep(rows=_rows(file))
+                size = file.stat().st_size
+                if size > written:
+                    written = size
+                    figures.update(stage, rows=_rows(file))
             status = process.poll()
         finally:
             _end(process)
         log.seek(0)
-        lines = [line for line in log.read().splitlines() if line.strip()]
-        rows, seconds = _rows(file), time.monotonic() - began
-    outcome: dict[str, Any] = {"state": "failed", "good": False, "rows": rows, "seconds": round(seconds, 1)}
-    errors = [row["error"] for row in rows if "error" in row]
+        log_lines = [line for line in log.read().splitlines() if line.strip()]
+        rows = _rows(file)
+        seconds = time.monotonic() - began
     if status is None:
-        outcome |= {"state": "cut off" if timeout == left else "failed", "verdict": f"cut off after {timeout:.0f} s"}
-        outcome["good"] = timeout == left
-    elif status or errors or not rows:
-        ended = f"exit status {status}, " if status not in (0, 1) else ""
-        outcome["verdict"] = f"failed: {ended}{(errors or lines or ['it gave no figures'])[-1][:300]}"
-        outcome["log"] = lines[-12:]
+        was_last = timeout == seconds_left
+        state = "cut off" if was_last else "failed"
+        outcome = {"state": state, "good": was_last, "verdict": f"cut off after {timeout:.0f} s"}
     else:
+        outcome = _outcome(module, status, rows, log_lines)
+    date = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    figures.update(stage, **outcome, rows=rows, seconds=round(seconds, 1), date=date)
+
+
+def _outcome(module: str, status: int, rows: list[dict[str, Any]], log_lines: list[str]) -> dict[str, Any]:
+    """The outcome of a stage whose process has ended by itself."""
+    errors = [row["error"] for row in rows if "error" in row]
+    if status == 0 and rows and not errors:
         good, verdict = import_module(module).judge(rows)
-        outcome |= {"state": "done", "good": good, "verdict": verdict}
-    keep(**outcome, date=datetime.now(timezone.utc).isoformat(timespec="seconds"))
+        return {"state": "done", "good": good, "verdict": verdict}
+    reasons = errors or log_lines or ["it gave no figures"]
+    ended = "" if status in (0, 1) else f"exit status {status}, "
+    verdict = f"failed: {ended}{reasons[-1][:300]}"
+    return {"state": "failed", "good": False, "verdict": verdict, "log": log_lines[-12:]}
 
 
 def _rows(file: Path) -> list[dict[str, Any]]:
@@ -162,23 +212,21 @@ def _rows(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().split("\n")[:-1]]
 
 
-def _write(path: Path, found: dict[str, Any]) -> None:
-    """Whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_suffix(".draft")
-    draft.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
-    draft.replace(path)
-
-
 def _sources() -> str:
     """A name for the code that is measured, also outside of a git checkout."""
-    files = [file for part in ("ngrpo", "perturbations", "benchmarks") for file in (ROOT / part).rglob("*.py")]
-    return hashlib.sha256(b"".join(file.read_bytes() for file in sorted(files))).hexdigest()[:12]
+    files: list[Path] = []
+    for folder in ("ngrpo", "perturbations", "benchmarks"):
+        files += (ROOT / folder).rglob("*.py")
+    content = b"".join(file.read_bytes() for file in sorted(files))
+    return hashlib.sha256(content).hexdigest()[:12]
 
 
 def _line(machine: dict[str, Any]) -> str:
-    gpu, versions = machine["gpu"], ", ".join(f"{name} {release}" for name, release in machine["versions"].items())
-    device = "{name}, {memory_gib} GiB, driver {driver}, CUDA {cuda}".format(**gpu) if gpu else "no GPU"
+    gpu = machine["gpu"]
+    device = "no GPU"
+    if gpu:
+        device = f"{gpu['name']}, {gpu['memory_gib']} GiB, driver {gpu['driver']}, CUDA {gpu['cuda']}"
+    versions = ", ".join(f"{name} {release}" for name, release in machine["versions"].items())
     return f"{device}; {machine['processor']}, {machine['cores']} cores; {versions}"
 
 

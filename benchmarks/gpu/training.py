@@ -11,13 +11,14 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.stages import SMOLLM2
 from benchmarks.machine import ROOT
 
+_COLUMNS = ("reward", "rate", "shift", "gap_perturbed_mean", "gap_perturbed_max", "gap_plain_mean", "step_seconds")
 _REWARD = '''
 def reward_func(queries, prompts, labels):
     """The share of even words, which random weights can learn."""
@@ -28,7 +29,8 @@ def reward_func(queries, prompts, labels):
 
 def flags(arguments: dict[str, Any], folder: Path, model: str) -> list[str]:
     """Of ``ngrpo train``: no placement, so that the default is what is tried."""
-    batch, samples = arguments["batch"], 4
+    batch = arguments["batch"]
+    samples = 4  # of each prompt
     options = {
         "--hardware": arguments["hardware"],
         "--perturbation": "neighbor",
@@ -69,37 +71,55 @@ def measure(arguments: dict[str, Any]) -> Iterator[dict[str, Any]]:
     model = arguments["model"] if arguments["model"] == SMOLLM2 else models.made(arguments["model"])
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        prompts = [{"input": " ".join(f"w{10 + (7 * i + j) % 400}" for j in range(12))} for i in range(256)]
-        (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, prompts)))
+        (folder / "prompts.jsonl").write_text(_prompts())
         (folder / "reward.py").write_text(_REWARD)
-        # DeepSpeed looks for ninja. An interrupt reaches the training too, which ends its Ray; this waits for it.
-        path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-        signal.signal(signal.SIGINT, lambda *_: None)
-        command = [sys.executable, "-m", "ngrpo.cli", "train", *flags(arguments, folder, model)]
-        done = subprocess.run(command, cwd=ROOT, env={**os.environ, "PATH": path}, check=False)
-        if done.returncode != 0:
-            log = folder / "run" / "train.log"
-            print(log.read_text(errors="replace")[-6000:] if log.exists() else "", flush=True)
-            raise RuntimeError(f"the training ended with status {done.returncode}")
+        _train(flags(arguments, folder, model), folder / "run" / "train.log")
         steps = json.loads((folder / "run" / "summary.json").read_text())["steps"]
         checkpoint = folder / "run" / "checkpoints" / "_actor" / f"global_step{arguments['steps']}"
         if not checkpoint.is_dir():
             raise RuntimeError(f"the training left no checkpoint {checkpoint.relative_to(folder)}")
-        checkpoint_gib = sum(file.stat().st_size for file in checkpoint.rglob("*") if file.is_file()) / 2**30
-    names = ["reward", "rate", "shift", "gap_perturbed_mean", "gap_perturbed_max", "gap_plain_mean", "step_seconds"]
-    for step in steps:
-        figures = {name: step.get(name) for name in names}
-        last = {"checkpoint_gib": checkpoint_gib} if step is steps[-1] else {}
-        yield {"step": step["step"], **figures, **last}
+        checkpoint_bytes = sum(file.stat().st_size for file in checkpoint.rglob("*") if file.is_file())
+    rows = [_row(step) for step in steps]
+    rows[-1]["checkpoint_gib"] = checkpoint_bytes / 2**30
+    yield from rows
+
+
+def _prompts() -> str:
+    """Lines of JSON with 256 prompts of twelve numbered words."""
+    lines = []
+    for prompt in range(256):
+        words = [f"w{10 + (7 * prompt + place) % 400}" for place in range(12)]
+        lines.append(json.dumps({"input": " ".join(words)}))
+    return "\n".join(lines)
+
+
+def _train(words: Sequence[str], log: Path) -> None:
+    """Runs ``ngrpo train``; raises ``RuntimeError`` where it fails."""
+    # DeepSpeed looks for ninja.
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    # An interrupt reaches the training too, which ends its Ray; this process waits for it.
+    signal.signal(signal.SIGINT, lambda *_: None)
+    command = [sys.executable, "-m", "ngrpo.cli", "train", *words]
+    process = subprocess.run(command, cwd=ROOT, env={**os.environ, "PATH": path}, check=False)
+    if process.returncode != 0:
+        if log.exists():
+            print(log.read_text(errors="replace")[-6000:], flush=True)
+        raise RuntimeError(f"the training ended with status {process.returncode}")
+
+
+def _row(step: Mapping[str, Any]) -> dict[str, Any]:
+    return {"step": step["step"], **{name: step.get(name) for name in _COLUMNS}}
 
 
 def judge(rows: list[dict[str, Any]]) -> tuple[bool, str]:
     """Exact: after perturbed inputs the gap is at most twice the gap elsewhere, in every step."""
-    times = max(row["gap_perturbed_mean"] / max(row["gap_plain_mean"], 1e-5) for row in rows)
-    good = times <= 2.0 and all(row["shift"] > 0 for row in rows)
-    gap, seconds = (statistics.mean(row[name] for row in rows) for name in ("gap_perturbed_mean", "step_seconds"))
-    rewards = f"reward {rows[0]['reward']:.3f} to {rows[-1]['reward']:.3f}"
+    factors = [row["gap_perturbed_mean"] / max(row["gap_plain_mean"], 1e-5) for row in rows]
+    largest_factor = max(factors)
+    good = largest_factor <= 2.0 and all(row["shift"] > 0 for row in rows)
+    gap = statistics.mean(row["gap_perturbed_mean"] for row in rows)
+    seconds = statistics.mean(row["step_seconds"] for row in rows)
+    verdict = "exact" if good else "NOT EXACT"
     return good, (
-        f"{'exact' if good else 'NOT EXACT'}; {len(rows)} steps, gap {gap:.1e}, at most {times:.2f} of the plain,"
-        f" {rewards}, {seconds:.1f} s a step"
+        f"{verdict}; {len(rows)} steps, gap {gap:.1e}, at most {largest_factor:.2f} of the plain,"
+        f" reward {rows[0]['reward']:.3f} to {rows[-1]['reward']:.3f}, {seconds:.1f} s a step"
     )

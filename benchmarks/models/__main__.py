@@ -18,14 +18,41 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+from benchmarks.command_line import parser_of
 from benchmarks.machine import commit, describe
 from benchmarks.models import cases
 from benchmarks.models.case import Case, Engines, measure
-from benchmarks.models.table import RESULT, put, write_page
+from benchmarks.models.table import published, put, write_page
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options = _options()
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
+    is_written = options.again or not options.types
+    if options.log:
+        options.log.mkdir(parents=True, exist_ok=True)
+    any_wrong = False
+    end = time.monotonic() + options.seconds
+    with Engines() as engines:
+        for case in _selected(options):
+            if time.monotonic() > end:
+                break
+            row = measure(case, engines, options.limit, _log_file(options.log, case))
+            print(line(row), flush=True)
+            any_wrong = any_wrong or row["verdict"] == "wrong"
+            if options.json:
+                with options.json.open("a", encoding="utf-8") as file:
+                    print(json.dumps(row), file=file)
+            if is_written:
+                put({**row, "machine": describe(), "commit": commit()})
+                write_page()
+    return int(any_wrong)
+
+
+def _options() -> argparse.Namespace:
+    parser = parser_of(__doc__)
     parser.add_argument("types", nargs="*", metavar="TYPE")
     parser.add_argument("--impl", nargs="+", choices=["auto", "vllm", "transformers"], default=["auto"])
     parser.add_argument("--runner", nargs="+", choices=["V1", "V2"], default=["V1"])
@@ -37,48 +64,39 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no case after these; continue later")
     parser.add_argument("--again", action="store_true", help="replace all rows of docs/models.json, or the TYPEs")
     parser.add_argument("--log", type=Path, help="folder for what the engines print")
-    options = parser.parse_args()
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)
-    os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
-    selection = [
-        Case(name, impl, options.dtype, runner, options.compiled, options.under)
-        for name in options.types
-        for impl in options.impl
-        for runner in options.runner
-    ]
-    known = json.loads(RESULT.read_text(encoding="utf-8"))["rows"] if RESULT.exists() else []
-    done = {cases.key(row) for row in known}
-    todo = selection or [case for case in cases.in_order() if options.again or cases.key(vars(case)) not in done]
-    if options.log:
-        options.log.mkdir(parents=True, exist_ok=True)
-    wrong, end = 0, time.monotonic() + options.seconds
-    with Engines() as engines:
-        for case in todo:
-            if time.monotonic() > end:
-                break
-            log = options.log and options.log / ("-".join(map(str, cases.key(vars(case)))) + ".log")
-            row = measure(case, engines, options.limit, log)
-            print(line(row), flush=True)
-            wrong += row["verdict"] == "wrong"
-            if options.json:
-                with options.json.open("a", encoding="utf-8") as file:
-                    print(json.dumps(row), file=file)
-            if options.again or not selection:
-                put({**row, "machine": describe(), "commit": commit()})
-                write_page()
-    return int(wrong > 0)
+    return parser.parse_args()
+
+
+def _selected(options: argparse.Namespace) -> list[Case]:
+    """The cases of the given types; or of all types those that are not measured, with ``--again`` all."""
+    if not options.types:
+        measured = set() if options.again else {cases.key(row) for row in published()}
+        return [case for case in cases.in_order() if cases.key(vars(case)) not in measured]
+    selection = []
+    for name in options.types:
+        for impl in options.impl:
+            for runner in options.runner:
+                selection.append(Case(name, impl, options.dtype, runner, options.compiled, options.under))
+    return selection
+
+
+def _log_file(folder: Path | None, case: Case) -> Path | None:
+    if folder is None:
+        return None
+    name = "-".join(map(str, cases.key(vars(case))))
+    return folder / f"{name}.log"
 
 
 def line(row: dict[str, Any]) -> str:
     """A row as it is printed."""
-    how = f"{'compiled' * row['compiled']}{row['under']}"
+    compiled = "compiled" if row["compiled"] else ""
+    how = f"{compiled}{row['under']}"
     case = f"{row['type']:20s} {row['impl']:12s} {row['runner']} {row['dtype']:8s} {how:14s}"
     if "unperturbed" not in row:
         return f"{case} {row['verdict']}: {row.get('message', '')}"
-    worst = max(row["perturbed"].values())
-    figures = f"{row['unperturbed']:.1e} {worst:.1e} {row['unreplayed']:.2f}"
-    return f"{case} {row['engine_class']:34s} {figures} {row['verdict']} ({row['seconds']:.0f} s)"
+    perturbed = max(row["perturbed"].values())
+    gaps = f"{row['unperturbed']:.1e} {perturbed:.1e} {row['unreplayed']:.2f}"
+    return f"{case} {row['engine_class']:34s} {gaps} {row['verdict']} ({row['seconds']:.0f} s)"
 
 
 if __name__ == "__main__":

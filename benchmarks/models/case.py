@@ -14,10 +14,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-TOLERANCE, FACTOR = 1e-4, 1.5
+from benchmarks.machine import ROOT
+
+TOLERANCE = 1e-4
+"""The largest |Δ log p| of an exact replay in float32."""
+FACTOR = 1.5
+"""How many times the unperturbed gap a perturbed one may be, where that is more."""
 # Without the replay the gap must be this many times larger, or the case shows nothing.
 _SENSITIVE = 20.0
-_ROOT = Path(__file__).resolve().parents[2]
 
 
 @dataclass(frozen=True)
@@ -59,7 +63,13 @@ class Engines:
     def run(self, case: Case, folder: Path, log: Path, limit: float) -> dict[str, Any]:
         """What `benchmarks.models.rollouts.sampled` returns for a case, or why it returned nothing."""
         target = folder.parent / "rollouts"
-        request = {"case": asdict(case), "folder": str(folder), "target": str(target), "log": str(log), "limit": limit}
+        request = {
+            "case": asdict(case),
+            "folder": str(folder),
+            "target": str(target),
+            "log": str(log),
+            "limit": limit,
+        }
         server = self._server(case)
         print(json.dumps(request), file=server.stdin, flush=True)
         line = server.stdout.readline()
@@ -69,17 +79,22 @@ class Engines:
         if not json.loads(line)["answered"]:
             return {"verdict": "not run by vLLM", "message": f"no answer within {limit:g} seconds"}
         if not target.exists():
-            lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-            return {"verdict": "not run by vLLM", "message": f"the process died: {lines[-1] if lines else ''}"[:300]}
+            last_line = log.read_text(encoding="utf-8", errors="replace").strip().rpartition("\n")[2]
+            return {"verdict": "not run by vLLM", "message": f"the process died: {last_line}"[:300]}
         return pickle.loads(target.read_bytes())
 
     def _server(self, case: Case) -> subprocess.Popen[str]:
         kind = (case.runner, case.compiled)
         if kind not in self._servers:
-            command = [sys.executable, "-m", "benchmarks.models.rollouts", case.runner]
-            command.append("compiled" if case.compiled else "eager")
-            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-            self._servers[kind] = subprocess.Popen(command, cwd=_ROOT, text=True, **pipes)
+            mode = "compiled" if case.compiled else "eager"
+            self._servers[kind] = subprocess.Popen(
+                [sys.executable, "-m", "benchmarks.models.rollouts", case.runner, mode],
+                cwd=ROOT,
+                text=True,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+            )
         return self._servers[kind]
 
 
@@ -95,12 +110,13 @@ def measure(case: Case, engines: Engines, limit: float = 300.0, log: Path | None
         log: what the engine prints goes to this file.
     """
     row = _measured(case, engines, limit, log)
-    if case.dtype == "float32" and row["verdict"] == "not run by vLLM":
-        other = _measured(replace(case, dtype="bfloat16"), engines, limit, log)
-        if other["verdict"] != "not run by vLLM":
-            return {**other, "float32": row["message"]}
-        if other["message"] != row["message"]:
-            return {**row, "bfloat16": other["message"]}
+    if case.dtype != "float32" or row["verdict"] != "not run by vLLM":
+        return row
+    bfloat16_row = _measured(replace(case, dtype="bfloat16"), engines, limit, log)
+    if bfloat16_row["verdict"] != "not run by vLLM":
+        return {**bfloat16_row, "float32": row["message"]}
+    if bfloat16_row["message"] != row["message"]:
+        return {**row, "bfloat16": bfloat16_row["message"]}
     return row
 
 
@@ -146,27 +162,39 @@ def replayed(folder: Path, rollouts: dict[str, Any], dtype: str) -> dict[str, An
 
     auto = model_class(AutoConfig.from_pretrained(folder))
     model = auto.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
-    plain = gaps(model, rollouts["none"])
-    each = {name: gaps(model, sampled) for name, sampled in rollouts.items() if name != "none"}
-    perturbed = {name: float(gap.max()) for name, gap in each.items()}
-    edits = sum(len(rollout.record) for name in perturbed for rollout in rollouts[name])
-    without = {name: gaps(model, rollouts[name], replay=False) for name in perturbed}
-    unreplayed = max(float(gap.max()) for gap in without.values())
+    names = [name for name in rollouts if name != "none"]
+    unperturbed_gaps = gaps(model, rollouts["none"])
+    replayed_gaps = {name: gaps(model, rollouts[name]) for name in names}
+    unreplayed_gaps = {name: gaps(model, rollouts[name], replay=False) for name in names}
+    unperturbed = float(unperturbed_gaps.max())
+    perturbed = {name: float(replayed_gaps[name].max()) for name in names}
+    unreplayed = max(float(unreplayed_gaps[name].max()) for name in names)
+    means = [
+        float(unperturbed_gaps.mean()),
+        float(torch.cat(list(replayed_gaps.values())).mean()),
+        float(torch.cat(list(unreplayed_gaps.values())).mean()),
+    ]
+    perturbed_rollouts = [rollout for name in names for rollout in rollouts[name]]
     return {
         "trainer_class": type(model).__name__,
-        "unperturbed": float(plain.max()),
+        "unperturbed": unperturbed,
         "perturbed": perturbed,
         "unreplayed": unreplayed,
-        "means": [float(plain.mean()), *(float(torch.cat(list(part.values())).mean()) for part in (each, without))],
-        "tokens": sum(len(rollout.tokens) for name in perturbed for rollout in rollouts[name]),
-        "edits": edits,
-        "verdict": verdict(dtype, float(plain.max()), max(perturbed.values()), unreplayed),
+        "means": means,
+        "tokens": sum(len(rollout.tokens) for rollout in perturbed_rollouts),
+        "edits": sum(len(rollout.record) for rollout in perturbed_rollouts),
+        "verdict": verdict(dtype, unperturbed, max(perturbed.values()), unreplayed),
     }
 
 
 def verdict(dtype: str, unperturbed: float, perturbed: float, unreplayed: float) -> str:
     """ "right", "wrong", or "insensitive" where a forward without the replay lies hardly farther from the rollout."""
-    bound = max(FACTOR * unperturbed, TOLERANCE if dtype == "float32" else 0.0)
+    tolerance = TOLERANCE if dtype == "float32" else 0.0
+    bound = max(FACTOR * unperturbed, tolerance)
     if not perturbed <= bound:
         return "wrong"
-    return "right" if unreplayed >= _SENSITIVE * perturbed or unreplayed >= 0.1 > perturbed else "insensitive"
+    if unreplayed >= _SENSITIVE * perturbed:
+        return "right"
+    if unreplayed >= 0.1 > perturbed:
+        return "right"
+    return "insensitive"

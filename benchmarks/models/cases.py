@@ -30,7 +30,8 @@ TYPES: dict[str, tuple[str, ...]] = {
         *("afmoe", "hy_v3"),
     ),
 }
-_BOTH = (
+# Of these vLLM has a class of its own, and its Transformers backend runs them too.
+_WITH_TWO_CLASSES = (
     *("llama", "qwen2", "qwen3", "mistral", "phi3", "glm4", "cohere2", "exaone4", "ernie4_5", "granite", "gemma2"),
     *("gemma3_text", "gpt2", "opt", "gpt_neox", "stablelm", "mixtral", "qwen3_moe", "granitemoe"),
 )
@@ -39,9 +40,9 @@ _V2 = ("llama", "gemma3_text", "granite", "smollm3")
 _COMPILED = ("llama", "gemma3_text", "granite", "smollm3", "gemma4_text", "qwen3_moe")
 
 ALL: tuple[Case, ...] = (
-    *(Case(name) for each in TYPES.values() for name in each),
+    *(Case(name) for names in TYPES.values() for name in names),
     *(Case(name, under=under) for name in _RECURRENT for under in ("preemption", "prefix caching")),
-    *(Case(name, impl="transformers") for name in _BOTH),
+    *(Case(name, impl="transformers") for name in _WITH_TWO_CLASSES),
     *(Case(name, compiled=True) for name in _COMPILED),
     *(Case(name, runner="V2") for name in _V2),
 )
@@ -58,7 +59,13 @@ _FIRST = (
 def in_order() -> list[Case]:
     """All cases, the most instructive first: a run may be stopped, and continues later."""
     ranks = {name: rank for rank, name in enumerate(_FIRST)}
-    return sorted(ALL, key=lambda case: (case != Case(case.type), not case.under, ranks.get(case.type, len(ranks))))
+
+    def order(case: Case) -> tuple[bool, bool, int]:
+        is_plain = case == Case(case.type)
+        is_disturbed = bool(case.under)
+        return not is_plain, not is_disturbed, ranks.get(case.type, len(ranks))
+
+    return sorted(ALL, key=order)
 
 
 def key(row: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -69,4 +76,7 @@ def key(row: Mapping[str, Any]) -> tuple[Any, ...]:
 
 def form(model_type: str) -> str:
     """The heading of a type."""
-    return next((name for name, types in TYPES.items() if model_type in types), "other")
+    for heading, types in TYPES.items():
+        if model_type in types:
+            return heading
+    return "other"

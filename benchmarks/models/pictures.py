@@ -70,11 +70,14 @@ def _qwen(tokenizer_folder: str, config: Any) -> tuple[Any, dict[str, int]]:
     patches = {"patch_size": vision.patch_size, "merge_size": vision.spatial_merge_size, "temporal_patch_size": 2}
     pixels = (4 * vision.patch_size) ** 2
     images = transformers.Qwen2VLImageProcessor(**patches, size={"shortest_edge": pixels, "longest_edge": pixels})
-    old = config.model_type in ("qwen2_vl", "qwen2_5_vl")
-    videos = (transformers.Qwen2VLVideoProcessor if old else transformers.Qwen3VLVideoProcessor)(**patches)
-    name = {"qwen2_vl": "Qwen2VLProcessor", "qwen2_5_vl": "Qwen2_5_VLProcessor"}.get(config.model_type)
+    if config.model_type == "qwen2_vl":
+        processor_class, video_class = transformers.Qwen2VLProcessor, transformers.Qwen2VLVideoProcessor
+    elif config.model_type == "qwen2_5_vl":
+        processor_class, video_class = transformers.Qwen2_5_VLProcessor, transformers.Qwen2VLVideoProcessor
+    else:
+        processor_class, video_class = transformers.Qwen3VLProcessor, transformers.Qwen3VLVideoProcessor
     chat = _CHAT.replace("PICTURE", "<|vision_start|><|image_pad|><|vision_end|>")
-    processor = getattr(transformers, name or "Qwen3VLProcessor")(images, tokenizer, videos, chat_template=chat)
+    processor = processor_class(images, tokenizer, video_class(**patches), chat_template=chat)
     return processor, {name: tokenizer.convert_tokens_to_ids(token) for name, token in tokens.items()}
 
 
@@ -86,8 +89,12 @@ def _gemma(tokenizer_folder: str, config: Any) -> tuple[Any, dict[str, int]]:
     tokenizer.add_tokens(["\n" * count for count in (1, 2, 3, 4)])  # Gemma's own has them, and vLLM asks for them
     side = config.vision_config.image_size
     images = transformers.Gemma3ImageProcessor(size={"height": side, "width": side})
-    chat, places = _CHAT.replace("PICTURE", "<start_of_image>"), config.mm_tokens_per_image
-    processor = transformers.Gemma3Processor(images, tokenizer, chat_template=chat, image_seq_length=places)
+    processor = transformers.Gemma3Processor(
+        images,
+        tokenizer,
+        chat_template=_CHAT.replace("PICTURE", "<start_of_image>"),
+        image_seq_length=config.mm_tokens_per_image,
+    )
     return processor, {f"{name}_index": tokenizer.convert_tokens_to_ids(token) for name, token in tokens.items()}
 
 
@@ -118,15 +125,17 @@ def prompts(folder: Path, count: int = 8) -> Path:
     from PIL import Image
 
     folder.mkdir(parents=True, exist_ok=True)
-    draws, rows = np.random.default_rng(0), []
+    draws = np.random.default_rng(0)
+    colors = ("red", "green", "blue")
+    rows = []
     for number in range(count):
-        color = number % 3
+        channel = number % 3
         pixels = draws.integers(0, 90, (SIDE, SIDE, 3), dtype=np.uint8)
-        pixels[..., color] += 160
+        pixels[..., channel] += 160
         path = folder / f"{number}.png"
         Image.fromarray(pixels).save(path)
-        label = ("red", "green", "blue")[color]
-        rows.append({"input": f"<image>Which color is picture {number}?", "label": label, "images": [str(path)]})
+        question = f"<image>Which color is picture {number}?"
+        rows.append({"input": question, "label": colors[channel], "images": [str(path)]})
     file = folder / "prompts.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return file

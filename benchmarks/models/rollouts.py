@@ -6,6 +6,7 @@ takes as long as a case. No trainer's model lives there: vLLM's Transformers bac
 """
 
 import faulthandler
+import itertools
 import json
 import os
 import pickle
@@ -25,7 +26,11 @@ PERTURBATIONS: dict[str, dict[str, Any]] = {
     "gaussian": {"rate": 0.5},
     "gumbel": {"rate": 0.5},
 }
-PROMPTS, PROMPT_TOKENS, TOKENS = 5, 20, 48
+PROMPTS = 5
+PROMPT_TOKENS = 20
+TOKENS = 48  # of a response
+_COMMON_TOKENS = 300  # with which all prompts begin, where a prefix cache is to be used
+_PREEMPTED_EVERY = 23  # calls of the scheduler
 
 
 def sampled(folder: str, case: dict[str, Any]) -> dict[str, Any]:
@@ -43,18 +48,18 @@ def sampled(folder: str, case: dict[str, Any]) -> dict[str, Any]:
         warnings.simplefilter("ignore")
         try:
             llm = build_engine(folder, {"name": "neighbor", **PERTURBATIONS["neighbor"]}, **settings)
-            prompts, counts = _prompts(llm, case["under"]), {}
-            if case["under"]:
-                counts = _disturbed(llm, case["under"])
-            seeds = [{"seed": i} for i in range(len(prompts))]
+            prompts = _prompts(llm, case["under"])
+            counts = _disturbed(llm, case["under"])
             rollouts: dict[str, list[Any]] = {"none": []}
-            for offset in range(len(PERTURBATIONS)):  # as many tokens as are perturbed: largest gaps grow with them
-                plain = [{"seed": seed["seed"] + 100 * (offset + 1), "enabled": False} for seed in seeds]
+            # As many tokens as are perturbed, since the largest gap grows with their number.
+            for repetition in range(1, len(PERTURBATIONS) + 1):
+                plain = [{"seed": row + 100 * repetition, "enabled": False} for row in range(len(prompts))]
                 rollouts["none"] += _clean(sample(llm, prompts, plain, max_tokens=TOKENS))
+            seeds = [{"seed": row} for row in range(len(prompts))]
             for name, options in PERTURBATIONS.items():
                 set_perturbation(llm, name, **options)
                 rollouts[name] = _clean(sample(llm, prompts, seeds, max_tokens=TOKENS))
-                if case["under"] == "prefix caching":
+                if case["under"] == "prefix caching":  # the second time from the cache
                     rollouts[name] = _clean(sample(llm, prompts, seeds, max_tokens=TOKENS))
         except Exception as error:
             traceback.print_exc()
@@ -90,25 +95,40 @@ def _class_of(llm: Any) -> str:
 def _disturbed(llm: Any, under: str) -> dict[str, int]:
     """Has the scheduler preempt, or counts what its prefix cache gives; the counts grow as the engine runs."""
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-    counts = {"preempted": 0} if under == "preemption" else {"cached_tokens": 0}
-    schedule, computed, steps = scheduler.schedule, scheduler.kv_cache_manager.get_computed_blocks, [0]
+    if under == "preemption":
+        return _preempting(scheduler)
+    if under == "prefix caching":
+        return _counting_cached_tokens(scheduler.kv_cache_manager)
+    return {}
 
-    def preempting(*args: Any, **kwargs: Any) -> Any:
-        steps[0] += 1
-        if steps[0] % 23 == 0:
+
+def _preempting(scheduler: Any) -> dict[str, int]:
+    """Preempts all running requests now and then; returns how many requests were preempted."""
+    counts = {"preempted": 0}
+    schedule = scheduler.schedule
+    calls = itertools.count(1)
+
+    def schedule_and_preempt(*args: Any, **kwargs: Any) -> Any:
+        if next(calls) % _PREEMPTED_EVERY == 0:
             counts["preempted"] += len(scheduler.running)
             scheduler.reset_prefix_cache(reset_running_requests=True)
         return schedule(*args, **kwargs)
 
-    def counting(*args: Any, **kwargs: Any) -> Any:
-        blocks, tokens, *rest = computed(*args, **kwargs)
-        counts["cached_tokens"] += int(tokens)
-        return blocks, tokens, *rest
+    scheduler.schedule = schedule_and_preempt
+    return counts
 
-    if under == "preemption":
-        scheduler.schedule = preempting
-    else:
-        scheduler.kv_cache_manager.get_computed_blocks = counting
+
+def _counting_cached_tokens(cache_manager: Any) -> dict[str, int]:
+    """Counts the tokens of prompts that the prefix cache gives."""
+    counts = {"cached_tokens": 0}
+    get_computed_blocks = cache_manager.get_computed_blocks
+
+    def get_and_count(*args: Any, **kwargs: Any) -> Any:
+        result = get_computed_blocks(*args, **kwargs)
+        counts["cached_tokens"] += int(result[1])
+        return result
+
+    cache_manager.get_computed_blocks = get_and_count
     return counts
 
 
@@ -122,17 +142,18 @@ def _prompts(llm: Any, under: str) -> list[list[int]]:
     draws = np.random.default_rng(0)
     prompts = draws.choice(ordinary, (PROMPTS, PROMPT_TOKENS))
     if under == "prefix caching":
-        prompts = np.concatenate([np.repeat(draws.choice(ordinary, (1, 300)), PROMPTS, axis=0), prompts], axis=1)
+        common = draws.choice(ordinary, (1, _COMMON_TOKENS))
+        prompts = np.concatenate([np.repeat(common, PROMPTS, axis=0), prompts], axis=1)
     return prompts.tolist()
 
 
 def _clean(rollouts: list[Any]) -> list[Any]:
-    """Those without a placeholder of images in the text, which no model that was trained answers with."""
+    """The rollouts without a placeholder of images in the text, which no model that was trained answers with."""
     return [rollout for rollout in rollouts if max(rollout.tokens) < FIRST_PLACEHOLDER]
 
 
 def _failure(folder: str, settings: dict[str, Any], error: BaseException) -> dict[str, Any]:
-    """Its origin: a refusal of ours, something that stock vLLM cannot do either, or a fault of ours."""
+    """The verdict on an error: a refusal of ours, something that stock vLLM cannot do either, or a fault of ours."""
     from perturbations.errors import UsageError
     from tests.stack.harness import build_engine
 
@@ -152,11 +173,13 @@ def _failure(folder: str, settings: dict[str, Any], error: BaseException) -> dic
 def short(error: BaseException) -> str:
     """An error in a line: its first one, or of a report the lines that say what is wrong; else its place."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    wrong = [line for line in lines if "Value error" in line] or [line for line in lines if ": off by " in line]
-    text = "; ".join(wrong or lines[:1])
+    value_errors = [line for line in lines if "Value error" in line]
+    differences = [line for line in lines if ": off by " in line]
+    text = "; ".join(value_errors or differences or lines[:1])
     if not text:
         frame = traceback.extract_tb(error.__traceback__)[-1]
-        text = f"{frame.line} ({'/'.join(Path(frame.filename).parts[-2:])}:{frame.lineno})"
+        file = "/".join(Path(frame.filename).parts[-2:])
+        text = f"{frame.line} ({file}:{frame.lineno})"
     return f"{type(error).__name__}: {text}"[:300]
 
 
@@ -166,7 +189,8 @@ def main(runner: str, compiled: bool) -> None:
     os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1"}
     # One thread: the models are tiny, and two that wait for each other take many times as long on a busy machine.
     os.environ |= {"OMP_NUM_THREADS": "1"}
-    os.environ |= {} if compiled else {"TORCHDYNAMO_DISABLE": "1"}
+    if not compiled:
+        os.environ["TORCHDYNAMO_DISABLE"] = "1"
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     if runner == "V2":

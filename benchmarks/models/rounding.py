@@ -8,29 +8,30 @@ of the trainer to a float32 forward that replays the same records, and the token
 lie about as far from it as the other, on either side, neither is wrong.
 """
 
-import argparse
 import logging
 import os
 import tempfile
 import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from benchmarks.command_line import parser_of
+
 
 def main() -> None:
+    parser = parser_of(__doc__)
+    parser.add_argument("type", metavar="TYPE")
+    parser.add_argument("--under", choices=["preemption", "prefix caching"], default="")
+    options = parser.parse_args()
     from transformers import AutoConfig
 
     from benchmarks.machine import describe
     from benchmarks.models import tiny
     from benchmarks.models.case import Case, Engines
     from ngrpo.machine.models.packaged import resolve
-    from tests.stack.harness import replay_log_probs
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("type", metavar="TYPE")
-    parser.add_argument("--under", choices=["preemption", "prefix caching"], default="")
-    options = parser.parse_args()
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
@@ -44,18 +45,29 @@ def main() -> None:
         if "rollouts" not in answer:
             raise SystemExit(f"{answer['verdict']}: {answer['message']}")
         auto = tiny.model_class(AutoConfig.from_pretrained(folder))
-        half, full = (auto.from_pretrained(folder, dtype=d).eval() for d in (torch.bfloat16, torch.float32))
+        bfloat16_model = auto.from_pretrained(folder, dtype=torch.bfloat16).eval()
+        float32_model = auto.from_pretrained(folder, dtype=torch.float32).eval()
     print(describe())
     for name, rollouts in answer["rollouts"].items():
-        engine = torch.cat([torch.from_numpy(rollout.log_probs.copy()) for rollout in rollouts])
-        trainer, exact = (torch.cat(replay_log_probs(model, rollouts)) for model in (half, full))
-        parts = [
-            f"{side} mean {float((values - exact).abs().mean()):.3f} largest {float((values - exact).abs().max()):.2f}"
-            for side, values in (("engine", engine), ("trainer", trainer))
-        ]
-        worst = int((trainer - engine).abs().argmax())
-        token = f"engine {engine[worst]:.2f}, trainer {trainer[worst]:.2f}, float32 {exact[worst]:.2f}"
-        print(f"{name:9s} {'; '.join(parts)}; where they differ most: {token}", flush=True)
+        print(_row(name, rollouts, bfloat16_model, float32_model), flush=True)
+
+
+def _row(name: str, rollouts: list[Any], bfloat16_model: Any, float32_model: Any) -> str:
+    """The printed line of a perturbation."""
+    from tests.stack.harness import replay_log_probs
+
+    engine = torch.cat([torch.from_numpy(rollout.log_probs.copy()) for rollout in rollouts])
+    trainer = torch.cat(replay_log_probs(bfloat16_model, rollouts))
+    exact = torch.cat(replay_log_probs(float32_model, rollouts))
+    worst = int((trainer - engine).abs().argmax())
+    token = f"engine {engine[worst]:.2f}, trainer {trainer[worst]:.2f}, float32 {exact[worst]:.2f}"
+    distances = f"{_distance('engine', engine, exact)}; {_distance('trainer', trainer, exact)}"
+    return f"{name:9s} {distances}; where they differ most: {token}"
+
+
+def _distance(side: str, log_probs: torch.Tensor, exact: torch.Tensor) -> str:
+    distance = (log_probs - exact).abs()
+    return f"{side} mean {float(distance.mean()):.3f} largest {float(distance.max()):.2f}"
 
 
 if __name__ == "__main__":

@@ -76,6 +76,8 @@ _TOWER: dict[str, int] = {
     "conf_num_attention_heads": 2,
 }
 _OUTSIDE = {"mm_tokens_per_image": 4, "projector_hidden_size": 128, "projection_hidden_size": 64}
+_TEXT_PARTS = ("text", "llm", "decoder", "thinker", "language", "attn", "ffn")  # in the names of configurations
+_ORDINARY_TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}
 _AT_MOST = ("num_experts_per_tok", "moe_k", "moe_topk", "n_group", "topk_group", "mamba_n_groups", "n_groups")
 # Without a default, and yet needed.
 _GIVEN = ("head_dim", "num_key_value_heads", "num_experts_per_tok", "n_routed_experts", "n_shared_experts")
@@ -155,26 +157,37 @@ def overrides(defaults: Mapping[str, Any], without: frozenset[str] = frozenset()
         Arguments of the configuration's class; those of its parts are dictionaries.
     """
     placeholders = iter(range(FIRST_PLACEHOLDER, VOCABULARY))
-    parts = {name for name, value in defaults.items() if name.endswith("_config") and isinstance(value, Mapping)}
-    result: dict[str, Any] = {}
-    sizes = {**_OUTSIDE, **_TEXT}
-    result.update(_part(defaults, sizes, without, placeholders))
-    for name in sorted(parts):
-        towers = not any(word in name for word in ("text", "llm", "decoder", "thinker", "language", "attn", "ffn"))
-        result[name] = _part(defaults[name], _TOWER if towers else _TEXT, without, placeholders, tower=towers)
-        for key in ("model_type",):
-            if defaults[name].get(key):
-                result[name][key] = defaults[name][key]
-        for inner, value in defaults[name].items():
-            if inner.endswith("_config") and isinstance(value, Mapping) and value:
-                result[name][inner] = _part(value, _TOWER if towers else _TEXT, without, placeholders, tower=towers)
-                if value.get("model_type"):
-                    result[name][inner]["model_type"] = value["model_type"]
+    result = _part(defaults, {**_OUTSIDE, **_TEXT}, without, placeholders)
+    for name in sorted(_nested_configurations(defaults)):
+        is_tower = not any(word in name for word in _TEXT_PARTS)
+        result[name] = _nested(defaults[name], without, placeholders, is_tower)
     if "text_config" in result:
         # Outside, the sizes of the text model are repeated by some classes, as properties by others.
         for name in ("hidden_size", "vocab_size"):
             if name not in defaults:
                 result.pop(name, None)
+    return result
+
+
+def _nested_configurations(defaults: Mapping[str, Any]) -> list[str]:
+    return [name for name, value in defaults.items() if name.endswith("_config") and isinstance(value, Mapping)]
+
+
+def _nested(
+    defaults: Mapping[str, Any], without: frozenset[str], placeholders: Iterator[int], is_tower: bool
+) -> dict[str, Any]:
+    """The keys of a part's configuration, with those of its own parts; ``is_tower``: no part of the text model."""
+    sizes = _TOWER if is_tower else _TEXT
+    result = _part(defaults, sizes, without, placeholders, tower=is_tower)
+    if defaults.get("model_type"):
+        result["model_type"] = defaults["model_type"]
+    for name in _nested_configurations(defaults):
+        inner_defaults = defaults[name]
+        if not inner_defaults:
+            continue
+        result[name] = _part(inner_defaults, sizes, without, placeholders, tower=is_tower)
+        if inner_defaults.get("model_type"):
+            result[name]["model_type"] = inner_defaults["model_type"]
     return result
 
 
@@ -185,27 +198,16 @@ def _part(
     placeholders: Iterator[int],
     tower: bool = False,
 ) -> dict[str, Any]:
-    result: dict[str, Any] = {}
-    for name, value in defaults.items():
-        if name in without or isinstance(value, bool):
-            continue
-        if name in sizes and isinstance(value, int) and value > 0:
-            result[name] = min(value, sizes[name]) if name in _AT_MOST else sizes[name]
-        elif name in _GIVEN and value is None:
-            result[name] = sizes[name]
-        elif _is_placeholder(name) and isinstance(value, int):
-            result[name] = _token(name, placeholders)
-    heads = next((result[name] for name in ("num_attention_heads", "n_head", "n_heads") if name in result), None)
-    count = next((defaults[name] for name in ("num_attention_heads", "n_head") if name in defaults), None)
+    """The keys of one configuration, without its parts."""
+    result = _sizes(defaults, sizes, without, placeholders)
+    heads = _first_of(result, ("num_attention_heads", "n_head", "n_heads"))
+    default_heads = _first_of(defaults, ("num_attention_heads", "n_head"))
     for name in ("num_key_value_heads", "num_kv_heads"):
-        if name in result and count == defaults[name]:
+        if name in result and default_heads == defaults[name]:
             result[name] = heads  # multi-head attention stays it
     if "linear_key_head_dim" in defaults and "head_dim" in result:
         result["head_dim"] = 64  # vLLM's linear attention on a CPU has no smaller heads
-    if not tower:
-        result.update(_layers(defaults))
-    else:
-        result.update(_tower_lists(defaults))
+    result.update(_tower_lists(defaults) if tower else _layers(defaults))
     rope = _rope(defaults, result)
     if rope is not None:
         result["rope_parameters"] = rope
@@ -215,13 +217,34 @@ def _part(
     return result
 
 
-def _is_placeholder(name: str) -> bool:
+def _sizes(
+    defaults: Mapping[str, Any], sizes: Mapping[str, int], without: frozenset[str], placeholders: Iterator[int]
+) -> dict[str, Any]:
+    """Small values of the sizes that a configuration has, and ids for its special tokens."""
+    result: dict[str, Any] = {}
+    for name, value in defaults.items():
+        if name in without or isinstance(value, bool):
+            continue
+        if name in sizes and isinstance(value, int) and value > 0:
+            result[name] = min(value, sizes[name]) if name in _AT_MOST else sizes[name]
+        elif name in _GIVEN and value is None:
+            result[name] = sizes[name]
+        elif _is_special_token(name) and isinstance(value, int):
+            ordinary = _ORDINARY_TOKENS.get(name)
+            result[name] = next(placeholders) if ordinary is None else ordinary
+    return result
+
+
+def _first_of(values: Mapping[str, Any], names: tuple[str, ...]) -> Any:
+    """The value of the first of the names that is there; None without one."""
+    for name in names:
+        if name in values:
+            return values[name]
+    return None
+
+
+def _is_special_token(name: str) -> bool:
     return name.endswith(("_token_id", "_token_index", "_start_id", "_end_id", "_newline_id"))
-
-
-def _token(name: str, placeholders: Iterator[int]) -> int:
-    ordinary = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}
-    return ordinary[name] if name in ordinary else next(placeholders)
 
 
 def _layers(defaults: Mapping[str, Any]) -> dict[str, Any]:
@@ -231,28 +254,40 @@ def _layers(defaults: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     count = defaults[name]
     lists = {key: value for key, value in defaults.items() if isinstance(value, list | tuple) and len(value) == count}
-    kinds = [lists[key] for key in _KINDS if key in lists]
-    chosen: list[int] = []
-    seen: set[str] = set()
-    for layer in range(count):
-        kind = str([each[layer] for each in kinds])
-        if kind not in seen and len(chosen) < _MOST_LAYERS:
-            seen.add(kind)
-            chosen.append(layer)
-    for layer in range(count):
-        if len(chosen) < 2 and layer not in chosen:
-            chosen.append(layer)
-    if not kinds:
-        # A period decides what a layer is: as many layers as each kind needs.
-        chosen = list(range(min(count, 2)))
-    result: dict[str, Any] = {name: len(chosen)}
-    for key, value in lists.items():
+    lists_of_kinds = [lists[key] for key in _KINDS if key in lists]
+    if lists_of_kinds:
+        layers = _one_of_every_kind(lists_of_kinds, count)
+    else:
+        layers = list(range(min(count, 2)))
+    result: dict[str, Any] = {name: len(layers)}
+    for key, values in lists.items():
         if count > 2 or key in _KINDS:
-            result[key] = [value[layer] for layer in sorted(chosen)]
+            result[key] = [values[layer] for layer in layers]
     return result
 
 
+def _one_of_every_kind(lists_of_kinds: list[Any], count: int) -> list[int]:
+    """The first layer of every kind, or two layers of the only one, in their order.
+
+    Args:
+        lists_of_kinds: each has an entry for every layer; a layer's kind is all of its entries.
+        count: of the layers.
+    """
+    layers: list[int] = []
+    kinds: set[str] = set()
+    for layer in range(count):
+        kind = str([kinds_of_layers[layer] for kinds_of_layers in lists_of_kinds])
+        if kind not in kinds and len(layers) < _MOST_LAYERS:
+            kinds.add(kind)
+            layers.append(layer)
+    for layer in range(count):
+        if len(layers) < 2 and layer not in layers:
+            layers.append(layer)
+    return sorted(layers)
+
+
 def _tower_lists(defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """The lists of a tower's configuration, for its only layer."""
     result: dict[str, Any] = {}
     for name in ("deepstack_visual_indexes", "fullatt_block_indexes", "global_attn_indexes"):
         if isinstance(defaults.get(name), list | tuple):
@@ -271,8 +306,8 @@ def _rope(defaults: Mapping[str, Any], result: Mapping[str, Any]) -> dict[str, A
     rope = defaults.get("rope_parameters")
     if not isinstance(rope, Mapping) or not isinstance(rope.get("mrope_section"), list | tuple):
         return None
-    whole = sum(rope["mrope_section"])
-    half = int(result.get("head_dim", 32) * rope.get("partial_rotary_factor", 1.0)) // 2
-    sections = [max(1, part * half // whole) for part in rope["mrope_section"]]
-    sections[0] += half - sum(sections)
+    default_sections = rope["mrope_section"]
+    rotated = int(result.get("head_dim", 32) * rope.get("partial_rotary_factor", 1.0)) // 2
+    sections = [max(1, section * rotated // sum(default_sections)) for section in default_sections]
+    sections[0] += rotated - sum(sections)
     return {**rope, "mrope_section": sections}

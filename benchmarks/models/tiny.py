@@ -57,16 +57,19 @@ def name_text_architecture(folder: Path) -> None:
 
     file = folder / "config.json"
     config = json.loads(file.read_text(encoding="utf-8"))
-    text = config.get("text_config")
-    if isinstance(text, dict) and not text.get("architectures"):
-        plain = str(text.get("model_type", "")).removesuffix("_text")
-        text["architectures"] = [CAUSAL.get(text.get("model_type")) or CAUSAL.get(plain) or config["architectures"][0]]
-        file.write_text(json.dumps(config, indent=2), encoding="utf-8")
+    text_config = config.get("text_config")
+    if not isinstance(text_config, dict) or text_config.get("architectures"):
+        return
+    text_type = str(text_config.get("model_type", ""))
+    name = CAUSAL.get(text_type) or CAUSAL.get(text_type.removesuffix("_text"))
+    text_config["architectures"] = [name or config["architectures"][0]]
+    file.write_text(json.dumps(config, indent=2), encoding="utf-8")
 
 
 def _transposed_experts(name: str, weight: torch.Tensor) -> tuple[str, torch.Tensor]:
-    experts = name.endswith(("mlp.experts.gate_up_proj", "mlp.experts.down_proj"))
-    return name, weight.transpose(1, 2).contiguous() if experts else weight
+    if name.endswith(("mlp.experts.gate_up_proj", "mlp.experts.down_proj")):
+        return name, weight.transpose(1, 2).contiguous()
+    return name, weight
 
 
 def _named_embeddings(name: str, weight: torch.Tensor) -> tuple[str, torch.Tensor]:
@@ -80,8 +83,10 @@ def _as_published(model_type: str, folder: Path) -> None:
     """Writes weights as published checkpoints have them, where transformers 5.15 reads this and saves otherwise."""
     from safetensors.torch import load_file, save_file
 
-    file, change = folder / "model.safetensors", _AS_PUBLISHED[model_type]
-    save_file(dict(change(*each) for each in load_file(file).items()), file, metadata={"format": "pt"})
+    file = folder / "model.safetensors"
+    change = _AS_PUBLISHED[model_type]
+    weights = dict(change(name, weight) for name, weight in load_file(file).items())
+    save_file(weights, file, metadata={"format": "pt"})
 
 
 def _name_architecture(folder: Path, name: str) -> None:
@@ -94,9 +99,11 @@ def model_class(config: Any) -> Any:
     """The class that OpenRLHF would train: of images where there is a vision tower, else the causal language model."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    auto = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
-    other = AutoModelForCausalLM if auto is AutoModelForImageTextToText else AutoModelForImageTextToText
-    return auto if type(config) in auto._model_mapping else other
+    if hasattr(config, "vision_config"):
+        expected, other = AutoModelForImageTextToText, AutoModelForCausalLM
+    else:
+        expected, other = AutoModelForCausalLM, AutoModelForImageTextToText
+    return expected if type(config) in expected._model_mapping else other
 
 
 def random_model(model_type: str) -> tuple[Any, Any]:
@@ -105,13 +112,14 @@ def random_model(model_type: str) -> tuple[Any, Any]:
 
     if model_type not in CONFIG_MAPPING:
         raise NotBuilt(f"transformers has no model type {model_type!r}")
-    cls = CONFIG_MAPPING[model_type]
+    config_class = CONFIG_MAPPING[model_type]
     without: frozenset[str] = frozenset()
     errors = []
     for retreat in RETREATS:
         without |= retreat
         try:
-            config = cls(**_merged(overrides(cls().to_dict(), without), DEMANDED.get(model_type, {})))
+            sizes = overrides(config_class().to_dict(), without)
+            config = config_class(**_merged(sizes, DEMANDED.get(model_type, {})))
             return config, _initialised(config)
         except Exception as error:  # of whatever kind the class raises
             errors.append(f"{type(error).__name__}: {error}")
@@ -119,11 +127,12 @@ def random_model(model_type: str) -> tuple[Any, Any]:
 
 
 def _merged(arguments: dict[str, Any], further: dict[str, Any]) -> dict[str, Any]:
-    both = {**arguments, **further}
+    """The further arguments before the others; those of a nested configuration are merged too."""
+    merged = {**arguments, **further}
     for name in arguments.keys() & further.keys():
         if isinstance(further[name], dict):
-            both[name] = {**arguments[name], **further[name]}
-    return both
+            merged[name] = {**arguments[name], **further[name]}
+    return merged
 
 
 def _initialised(config: Any) -> Any:
@@ -149,19 +158,23 @@ def _processor(model_type: str, config: Any, folder: Path) -> None:
     from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    parts: dict[str, Any] = {"tokenizer": tokenizer}
+    components: dict[str, Any] = {"tokenizer": AutoTokenizer.from_pretrained(folder)}
     if type(config) in IMAGE_PROCESSOR_MAPPING:
-        processor = IMAGE_PROCESSOR_MAPPING[type(config)]
-        if isinstance(processor, dict):
-            processor = processor.get("pil") or processor.get("torchvision")
-        processor = next((cls for cls in processor if cls), None) if isinstance(processor, tuple) else processor
-        parts["image_processor"] = processor()
+        components["image_processor"] = _image_processor_class(IMAGE_PROCESSOR_MAPPING[type(config)])()
     if type(config) in PROCESSOR_MAPPING:
         try:
-            PROCESSOR_MAPPING[type(config)](**parts).save_pretrained(folder)
+            PROCESSOR_MAPPING[type(config)](**components).save_pretrained(folder)
             return
         except Exception as error:  # a processor may ask for what a tiny model does not have
             print(f"no processor: {type(error).__name__}: {error}")
-    for part in parts.values():
-        part.save_pretrained(folder)
+    for component in components.values():
+        component.save_pretrained(folder)
+
+
+def _image_processor_class(registered: Any) -> Any:
+    """The class of an entry of transformers' mapping: a class, classes by backend, or a tuple with None for some."""
+    if isinstance(registered, dict):
+        registered = registered.get("pil") or registered.get("torchvision")
+    if isinstance(registered, tuple):
+        return next(processor_class for processor_class in registered if processor_class)
+    return registered

@@ -6,7 +6,7 @@ _DRAWN = "rollout/test_sample_tokens.py"
 MUTATIONS = {
     (
         "perturbations/methods/gaussian.py",
-        "benchmarks/test_score_error.py::test_the_score_of_a_drawn_vector_is_not_drowned",
+        "perturbations/test_score_error.py::test_the_score_of_a_drawn_vector_is_not_drowned",
     ): [
         (
             "densities.gaussian(noise, mean - mean.detach(), sigma)",
@@ -19,7 +19,7 @@ MUTATIONS = {
     ],
     (
         "perturbations/methods/soft_grpo.py",
-        "benchmarks/test_score_error.py::test_no_density_is_drowned_and_differences_are",
+        "perturbations/test_score_error.py::test_no_density_is_drowned_and_differences_are",
     ): [
         ("distinct, gumbels)", "distinct)", "gumbel: rounding decides whether clamped noise has a gradient"),
     ],

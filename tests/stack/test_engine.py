@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.decode_step import counting
+from benchmarks.decoding import counting
 from ngrpo.rollout import neighbor_drift, set_perturbation, startup_check, take_records
 from perturbations import ExactIndex
 from tests.stack.harness import Rollout, assert_exact, chat_prompts, gaps, sample, sync, worker_of

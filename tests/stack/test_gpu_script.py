@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.exactness import in_tree
+from benchmarks.command_line import in_tree
 from benchmarks.gpu.stages import stages
 from tests.conftest import ROOT
 from tests.support.own_process import UNCOMPILED

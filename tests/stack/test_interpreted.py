@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from benchmarks.command_line import in_tree
 from benchmarks.cuda_without_gpu.interpreted import PLANS, TOLERANCE
-from benchmarks.exactness import in_tree
 from tests.support.own_process import result_of
 
 # What each perturbation's decode step consists of; `_mixed_rows` reads rows of the embedding.

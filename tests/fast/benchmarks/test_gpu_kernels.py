@@ -4,9 +4,9 @@
 import pytest
 import torch
 
+from benchmarks.command_line import in_tree
 from benchmarks.cuda_without_gpu import inductor
 from benchmarks.cuda_without_gpu.fake import decode_step, fake_cuda
-from benchmarks.exactness import in_tree
 from ngrpo.rollout.sample_tokens import exponentials, sample_by_blocks, sample_tokens
 from perturbations import create, streams
 from perturbations.row_blocks import BLOCK, _largest_by_blocks, entropy, largest, log_total, summary

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.command_line import in_tree
 from benchmarks.cuda_without_gpu.simulated import Disagreement, Plan, simulate
-from benchmarks.exactness import in_tree
 from ngrpo.rollout.async_scheduling import Notes
 from ngrpo.rollout.input_override import InputOverride
 from ngrpo.rollout.perturber import RolloutPerturber

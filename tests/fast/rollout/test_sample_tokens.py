@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.decode_step import Decoding
+from benchmarks.decoding import Decoding
 from ngrpo.rollout import sample_tokens as module
 from ngrpo.rollout.sample_tokens import exponentials, sample_by_blocks, sample_tokens
 from perturbations import create, streams

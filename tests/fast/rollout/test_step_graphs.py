@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from benchmarks import decode_step
+from benchmarks.command_line import in_tree
 from benchmarks.cuda_without_gpu import recorded
 from benchmarks.cuda_without_gpu.recorded import RecordedGraph
 from benchmarks.cuda_without_gpu.simulated import Disagreement, Head, Plan, simulate, together
-from benchmarks.exactness import in_tree
 from ngrpo.rollout import step_graphs
 from ngrpo.rollout.async_scheduling import HostBuffers
 from ngrpo.rollout.perturber import RolloutPerturber

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks import decode_step
-from benchmarks.decode_step import Decoding, counting
+from benchmarks.decoding import Decoding, counting
 from ngrpo.rollout import step_graphs
 from ngrpo.rollout.async_scheduling import STEPS_AT_ONCE, HostBuffers
 from ngrpo.rollout.batch import Rows

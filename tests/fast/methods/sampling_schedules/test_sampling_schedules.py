@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.decode_step import Counts, Decoding, _Operations
+from benchmarks.decoding import Counts, Decoding, OperationCounter
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.methods import policy_noises, sampling_schedules
 from ngrpo.methods.sampling_schedules.base import NextTokens, PastStep, Run, SamplingSchedule
@@ -158,7 +158,7 @@ def test_a_temperature_waits_for_nothing(name: str) -> None:
     decoding, counts = Decoding(create("soft"), 16), Counts()
     decoding.perturber._schedule = sampling_schedules.create(name)
     decoding.perturber.begin(decoding.requests, np.full(16, 99), np.ones(16, np.int64), np.zeros(16, bool))
-    with _Operations(counts):
+    with OperationCounter(counts):
         decoding.perturber.temperature_factor(torch.randn(16, 1024), torch.ones(16), None)
     assert not counts.waits
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.decode_step import Decoding
+from benchmarks.decoding import Decoding
 from ngrpo.methods import sampling_schedules
 from ngrpo.methods.sampling_schedules.base import Run
 from ngrpo.rollout import runners, settings

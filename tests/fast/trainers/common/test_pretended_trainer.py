@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from benchmarks.command_line import in_tree
 from benchmarks.cuda_without_gpu.pretended import Pretended, pretended_cuda
 from benchmarks.cuda_without_gpu.simulated import HIDDEN, Plan, each_alone
-from benchmarks.exactness import in_tree
 from ngrpo.methods.credits import registry as credits
 from ngrpo.methods.credits.base import StepTokens
 from ngrpo.trainers.common.log_probs import corrected, densities, override_log_probs, with_overrides
