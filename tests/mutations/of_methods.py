@@ -112,7 +112,7 @@ MUTATIONS = {
     ],
     ("ngrpo/trainers/common/policy_loss.py", _IN_LOSS): [
         ("term - term.detach()", "term", "the term moves the ratio"),
-        ("attention_mask.shape[1] - 1 - action", "attention_mask.shape[1] - action", "the row after the token"),
+        ("(sample, position - 1, shape", "(sample, position, shape", "the row after the token"),
     ],
     ("ngrpo/methods/credits/token_credits.py", "methods/credits/test_credits.py"): [
         ("entropies.topk(", "(-entropies).topk(", "top_entropy: the smallest entropies"),
