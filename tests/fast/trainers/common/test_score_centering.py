@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Score centering: mean scores by hand, the gradient of the stated loss, a bandit's mean score with and without it."""
 
+import asyncio
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from ngrpo.config import run_notes
+from ngrpo.config.complete_run import CompleteRun
+from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.methods import sampling_schedules
+from ngrpo.rollout import settings
 from ngrpo.trainers.common import score_centering
 from ngrpo.trainers.common.log_probs import corrected, with_overrides
 from ngrpo.trainers.common.sample_records import RequestedDraws, requested_draws, unpack
@@ -20,14 +25,15 @@ from ngrpo.trainers.common.score_centering import (
     TokenDraws,
     mean_scores,
 )
+from ngrpo.trainers.openrlhf import rollout_actor
 from ngrpo.trainers.openrlhf.actor_trainer import actor_trainer
-from perturbations import FinishedTrajectory, ReplayRecord, create
+from perturbations import FinishedTrajectory, ReplayRecord, UsageError, create
 from perturbations.base import Perturbation
 from perturbations.embeddings import matrix_embeddings
 from perturbations.replay.sampling_mask import SamplingMask
 from perturbations.step import Step
 from tests.support.gradient_problem import policy_loss
-from tests.support.run import run_with
+from tests.support.run import run_of, run_with
 from tests.support.token_log_probs import log_probs_of
 
 CUTS = create("cuts", k=2, until="none")
@@ -293,6 +299,53 @@ def test_the_gradient_is_the_stated_loss(
     assert removed > 0.01
 
 
+def test_only_the_recorded_positions_are_the_perturbations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUTS at positions 2 and 4 of a left-padded sample: the other rows have the plain gradient."""
+    logits = torch.randn(1, 7, V, generator=torch.Generator().manual_seed(1), dtype=torch.float64).requires_grad_()
+    real = torch.tensor([[0, 1, 1, 1, 1, 1, 1]])
+    tokens = logits.detach().argmax(-1).roll(1, 1)  # each is the likeliest, so that CUTS may draw it
+    carried = unpack([trajectory({}, V, 6, perturbed=(2, 4), prompt=2)])
+    actions = torch.ones(1, 4)
+    centering = ScoreCentering(policy_loss(), Sampler(perturbation=CUTS), action_mask=actions, attention_mask=real)
+    with centering.watching(carried, [None]):
+        log_probs = with_overrides(log_probs_of)(logits, tokens.roll(-1, 1))[:, 2:-1]
+    total, *_ = centering(log_probs, log_probs.detach(), actions.double(), action_mask=actions)
+    total.backward()
+
+    expected = torch.zeros(7, V, dtype=torch.float64)
+    policy = logits.detach()[0].softmax(-1)
+    for row in (2, 3, 4, 5):  # the rows before tokens 3 to 6, at positions 2 to 5
+        drawn = policy[row].clone()
+        if row in (2, 4):
+            drawn = torch.zeros(V, dtype=torch.float64)
+            drawn[policy[row].topk(2).indices] = 0.5
+        expected[row] = (drawn - torch.eye(V)[tokens[0, row + 1]]) / 4
+    torch.testing.assert_close(logits.grad[0], expected, rtol=0, atol=1e-7)
+    assert float(centering.removed) == pytest.approx(
+        sum(float((expected[row] * 4 + torch.eye(V)[tokens[0, row + 1]] - policy[row]).abs().sum()) for row in (2, 4))
+        / 8
+    )
+
+
+def test_a_schedule_concerns_every_token_by_its_place_in_the_response() -> None:
+    """Two responses after prompts of 2 and 3 tokens, each with its own request; filters cut one token's set."""
+    real = torch.ones(2, 6)
+    actions = torch.tensor([[0, 1, 1, 1], [0, 0, 1, 1]])
+    carried = [trajectory({3: [1, 2]}, V, 6, prompt=3), trajectory({}, V, 6, prompt=4)]
+    requests = [RequestedDraws(1.0, training_step=2, answer=answer, answers=2) for answer in range(2)]
+    for is_scheduled in (True, False):
+        sampler = Sampler(schedule=HALVED if is_scheduled else None)
+        centering = ScoreCentering(policy_loss(), sampler, action_mask=actions, attention_mask=real)
+        draws = centering._draws(unpack(carried), requests)
+        if not is_scheduled:
+            assert draws.places == [0] and draws.ids_left[0].tolist() == [1, 2] and len(draws.requests) == 0
+            continue
+        assert draws.places == [0, 1, 2, 3, 4]
+        assert draws.generated.tolist() == [0, 1, 2, 0, 1]
+        assert [request.answer for request in draws.requests] == [0, 0, 0, 1, 1]
+        assert [ids is None for ids in draws.ids_left] == [False, True, True, True, True]
+
+
 def test_without_weights_it_is_the_gradient_of_the_corrected_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     """e_y − p − (q − p) = e_y − q, which is ∇ log π_S(y): for filters alone the two flags agree at ratio 1."""
     gradients = []
@@ -343,6 +396,73 @@ def test_what_a_schedule_goes_by_rides_in_a_sample() -> None:
     assert found.temperature == pytest.approx(0.7)
     with pytest.raises(ValueError, match="a sample's requested draws"):
         RequestedDraws.unpack(request.pack()["requested_draws"][:-1])
+
+
+def test_a_response_carries_what_its_schedule_goes_by(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second of three responses, in step 4, at a temperature that E3 has raised; nothing without the flag."""
+
+    class Executor:
+        async def execute(self, **kwargs: Any) -> dict[str, Any]:
+            conversation = rollout_actor._conversation.get()
+            conversation.trajectory = FinishedTrajectory.unpack(trajectory({}, V, 4))
+            conversation._tokens = np.arange(4)
+            return {"observation_tokens": [0, 1, 2, 3]}
+
+    schedule = sampling_schedules.create("ladder").spec()
+    arguments = {"round": 5, "training_step": 4, "answers": 3}
+    params = SimpleNamespace(temperature=0.9, extra_args={"perturbation": arguments})
+    for is_centered in (True, False):
+        sampling = {"score_centering": is_centered, "correct_mask": True}
+        run_with(monkeypatch, sampling=sampling, sampling_schedule=schedule)
+        executor = rollout_actor.RecordingExecutor(Executor())
+        for _ in range(2):
+            response = asyncio.run(executor.execute(prompt="p", sampling_params=params))
+        (found,) = requested_draws([response["mm_train_inputs"]], 1)
+        expected = RequestedDraws(pytest.approx(0.9), training_step=4, answer=1, answers=3)
+        assert found == (expected if is_centered else None)
+
+
+def test_log_probabilities_stay_those_of_the_whole_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mismatch compares with the trainer's, which are over the tokens left with --sampling.correct_mask alone."""
+    found = []
+    for correct_mask in (True, False):
+        run_with(monkeypatch, sampling={"score_centering": True, "correct_mask": correct_mask})
+        config = rollout_actor.engine_settings({"name": "none"})
+        found.append((config[settings.SAMPLING_MASKS], config[settings.FULL_LOG_PROBS]))
+    assert found == [(True, False), (True, True)]
+    with pytest.raises(UsageError, match=r"full_log_probs'\]=1: must be True or False"):
+        settings.read({settings.FULL_LOG_PROBS: 1})
+
+
+@pytest.mark.parametrize(
+    ("words", "run", "has_note"),
+    [
+        ("", {}, True),
+        ("--rollout.top_p 0.9", {}, False),
+        ("", {"perturbation": {"name": "soft"}}, True),
+        ("", {"perturbation": {"name": "cuts"}}, False),
+        ("", {"sampling_schedule": {"name": "ead"}}, False),
+        ("--rollout.top_p 0.9", {"sampling": {"correct_mask": True}}, True),
+    ],
+)
+def test_a_run_with_nothing_to_center_is_told_so(words: str, run: dict[str, Any], has_note: bool) -> None:
+    sampling = {"score_centering": True, **run.get("sampling", {})}
+    complete = CompleteRun(run=run_of(**{**run, "sampling": sampling}), flags=Flags(words.split()))
+    notes = [*run_notes.centering_notes(complete)]
+    assert len(notes) == has_note
+    assert all("has nothing to center" in note for note in notes)
+
+
+def test_a_centered_score_is_not_warned_of() -> None:
+    """CUTS and advantages with a sum: the baseline is free once the score is centered."""
+    for is_centered in (False, True):
+        run = run_of(
+            sampling={"score_centering": is_centered}, perturbation={"name": "cuts"}, advantage={"name": "nsr"}
+        )
+        notes = [*run_notes.loss_notes(CompleteRun(run=run, flags=Flags([])))]
+        assert bool(notes) != is_centered
+        filtered = run_of(sampling={"score_centering": is_centered, "top_k": 4}).sampling
+        assert bool(filtered.notes(Flags([]))) != is_centered
 
 
 # ---- a bandit ------------------------------------------------------------------------------------------------------
