@@ -43,7 +43,12 @@ sampling of the rollouts; evaluation is unchanged
   --sampling.correct_mask   take log-probabilities among the tokens that top-p,
                             top-k and min-p left (temperature and top-p:
                             --rollout.temperature, --rollout.top_p)
-  --sampling.mask_gib N     memory that a rollout worker may take for that [8]
+  --sampling.score_centering
+                            subtract the mean of the loss's score over the draws
+                            of each token: of top-p, top-k and min-p, of
+                            --sampling.schedule, and of --perturbation cuts
+  --sampling.mask_gib N     memory that a rollout worker may take for the tokens
+                            that these two flags record [8]
   --sampling.correction_warmup N
                             importance weights of the loss (OpenRLHF's
                             --algo.advantage.is_correction_*) grow from 1 to

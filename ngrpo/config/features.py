@@ -36,14 +36,21 @@ from perturbations.errors import UsageError
 
 PERTURBATION = part("perturbation", counts=lambda perturbation: perturbation.active)
 MASK = sampling("correct_mask")
+CENTERING = sampling("score_centering")
 ROUTING = when("--replay.routing", lambda combination: combination.run.replay_routing)
 
 
 def _first_replayed(combination: Combination) -> str:
-    return PERTURBATION.shown(combination) or MASK.shown(combination) or ROUTING.shown(combination)
+    for feature in (PERTURBATION, MASK, CENTERING, ROUTING):
+        shown = feature.shown(combination)
+        if shown:
+            return shown
+    return ""
 
 
-REPLAYED = Feature("--perturbation NAME, --sampling.correct_mask or --replay.routing", _first_replayed)
+REPLAYED = Feature(
+    "--perturbation NAME, --sampling.correct_mask, --sampling.score_centering or --replay.routing", _first_replayed
+)
 DENSITY = density()
 SCORE_ONLY = density("without a bounded ratio", lambda perturbation: perturbation.score_only)
 TOKENLESS = density("without a drawn token at its positions", lambda perturbation: not perturbation.draws_token)
@@ -76,6 +83,31 @@ def _sampling_choices(perturbation: Perturbation) -> list[tuple[str, object]]:
     return options
 
 
+def _draws_by_formula(perturbation: Perturbation) -> bool:
+    """Whether the probabilities of the perturbation's text are known, or no token of the text is weighed."""
+    return perturbation.samples_text or perturbation.has_text_probabilities or perturbation.has_density
+
+
+UNDRAWN = part(
+    "perturbation",
+    "with text that is not drawn",
+    lambda perturbation: perturbation.active and not _draws_by_formula(perturbation) and not perturbation.draws_text,
+)
+UNKNOWN_DRAWS = part(
+    "perturbation",
+    "with text chosen by noise",
+    lambda perturbation: perturbation.active and not _draws_by_formula(perturbation) and perturbation.draws_text,
+)
+UNRECORDED_DRAWS = part(
+    "perturbation",
+    "that draws the text, with until or protect",
+    lambda perturbation: (
+        perturbation.active
+        and not perturbation.samples_text
+        and perturbation.has_text_probabilities
+        and (perturbation.until is not None or perturbation.protect is not None)
+    ),
+)
 FROZEN_INPUT = part(
     "perturbation",
     "with freeze embedding or both",

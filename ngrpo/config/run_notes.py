@@ -108,6 +108,19 @@ def gap_notes(complete: CompleteRun) -> Iterator[str]:
     )
 
 
+def centering_notes(complete: CompleteRun) -> Iterator[str]:
+    """A warning where tokens are drawn from the policy of the loss, so that their scores have mean 0 already."""
+    run = complete.run
+    perturbation = run.perturbation
+    draws_text = perturbation is not None and perturbation.active and not perturbation.samples_text
+    is_filtered = run.sampling.truncations(complete.flags) and not run.sampling.correct_mask
+    if run.sampling.score_centering and not (draws_text or is_filtered or run.sampling_schedule is not None):
+        yield (
+            "--sampling.score_centering has nothing to center: tokens are drawn from the policy of the loss. It is for"
+            " top-p, top-k, min-p, --sampling.schedule and --perturbation cuts, not for the engine's rounding."
+        )
+
+
 def loss_notes(complete: CompleteRun) -> Iterator[str]:
     """Warnings about a perturbation's entry in the loss: a score with another mean than 0, an off-policy density."""
     run, flags = complete.run, complete.flags
@@ -116,7 +129,7 @@ def loss_notes(complete: CompleteRun) -> Iterator[str]:
         return
     subject = f"--perturbation {perturbation.name}"
     unbalanced = _unbalanced_advantages(complete)
-    if unbalanced is not None and not perturbation.zero_mean_score:
+    if unbalanced is not None and not perturbation.zero_mean_score and not run.sampling.score_centering:
         density = f" with --perturbation.density {perturbation.spec()['density']}" if perturbation.has_density else ""
         yield (
             f"{subject}{density}: the mean of its score is not 0. The advantages of {unbalanced} do not sum to zero"
@@ -151,6 +164,7 @@ NOTES: tuple[Callable[[CompleteRun], Iterable[str]], ...] = (
     alarm_notes,
     batch_notes,
     gap_notes,
+    centering_notes,
     loss_notes,
     lambda complete: flag_checks.last_step_notes(complete.flags),
     stretches.notes,

@@ -246,6 +246,18 @@ def _check_text(perturbation: Perturbation, step: Step, proposal: Proposal, wher
         f"{where} samples_text is True, but another token than the sampled one is in the text.",
         "Return step.sampled, or leave samples_text at False: importance weights would be wrong.",
     )
+    if not perturbation.has_text_probabilities:
+        return
+    left = ~(step.logits if step.drawable is None else step.drawable).isneginf()
+    probabilities = perturbation.text_probabilities(step.logits, float(step.temperature[0]), left)
+    label = f"{where} text_probabilities()"
+    check_tensor(label, probabilities, tuple(step.logits.shape), torch.float32, step.logits.device)
+    sums = probabilities.sum(dim=-1)
+    _refuse(sums, (sums - 1.0).abs() > 1e-4, f"{label}, summed over the vocabulary,", "It must sum to 1.")
+    of_text = probabilities.gather(-1, proposal.tokens.unsqueeze(-1)).flatten()
+    _refuse(
+        of_text, of_text <= 0.0, f"{label} of the token in the text", "It must be above 0 for what propose() draws."
+    )
 
 
 def _refuse(values: Tensor, is_wrong: Tensor, label: str, fix: str) -> None:

@@ -22,6 +22,7 @@ from ngrpo.machine.upstream.types import DeepspeedStrategy, Upstream
 from ngrpo.trainers.common import policy_loss, sample_records
 from ngrpo.trainers.common.log_probs import Densities, corrected, densities, no_overrides
 from ngrpo.trainers.common.replay_check import check_replay
+from ngrpo.trainers.common.score_centering import ScoreCentering
 from perturbations import Perturbation
 from perturbations.errors import require
 from perturbations.parameters import attached, freeze
@@ -152,6 +153,7 @@ def replayed(
     *,
     measure: bool = True,
     look_up: int = 0,
+    centering: ScoreCentering | None = None,
 ) -> Iterator[tuple[ReplayStats | None, Densities | None]]:
     """The forward of OpenRLHF's ``Actor`` in this context is over the rollout's inputs, experts and sets of tokens.
 
@@ -163,6 +165,7 @@ def replayed(
         mask: the attention mask, a tensor (B, T).
         advantages: as of :class:`Densities`.
         measure, look_up: as of :class:`ReplayScope`.
+        centering: of the loss that follows; None for a forward without one.
 
     Yields:
         Measures of the replay, and the densities of the forward; None in a run without them.
@@ -176,6 +179,9 @@ def replayed(
     with ExitStack() as stack:
         if run.sampling.correct_mask:
             stack.enter_context(corrected(trajectories, mask))
+        if centering is not None:
+            requests = sample_records.requested_draws(side_inputs, len(mask))
+            stack.enter_context(centering.watching(trajectories, requests))
         if run.replay_routing:
             experts = sample_records.routed(trajectories, len(mask))
             stack.enter_context(RoutingScope(model_of(actor))(experts, mask))

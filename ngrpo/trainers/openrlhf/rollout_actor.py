@@ -128,7 +128,8 @@ def engine_settings(spec: Mapping[str, Any]) -> dict[str, Any]:
     return {
         settings.KEY: spec,
         settings.SEEDED_DRAWS: run.reproducible,
-        settings.SAMPLING_MASKS: run.sampling.correct_mask,
+        settings.SAMPLING_MASKS: run.sampling.records_masks,
+        settings.FULL_LOG_PROBS: run.sampling.score_centering and not run.sampling.correct_mask,
         settings.SAMPLING_MASK_GIB: run.sampling.mask_gib,
         settings.ROUTED_EXPERTS: run.replay_routing,
         settings.SAMPLING_SCHEDULE: run.specs.get("sampling_schedule"),
@@ -198,6 +199,8 @@ class RecordingExecutor:
         if conversation.trajectory is None or not has_records:
             return response
         record = conversation.finished(response["observation_tokens"]).pack()
+        if run.sampling.score_centering and run.sampling_schedule is not None:
+            record |= requested_draws(conversation).pack()
         return {**response, "mm_train_inputs": {**(response.get("mm_train_inputs") or {}), **record}}
 
     def _begin(self, call: Mapping[str, Any]) -> tuple[sample_records.Conversation, bool]:
@@ -224,6 +227,17 @@ class RecordingExecutor:
             redrawn=run.perturbation is not None and run.perturbation.has_density,
         )
         return conversation, is_replayed
+
+
+def requested_draws(conversation: sample_records.Conversation) -> sample_records.RequestedDraws:
+    """What the sampling schedule goes by in the requests of a trajectory."""
+    arguments = conversation.arguments
+    return sample_records.RequestedDraws(
+        temperature=conversation.sampling["temperature"],
+        training_step=arguments.get("training_step", 0),
+        answer=arguments.get("answer", 0),
+        answers=arguments.get("answers", 1),
+    )
 
 
 def sampling_of(params: SamplingParams | None) -> dict[str, Any]:

@@ -31,7 +31,16 @@ _LOGS = "event_files.json"
 _PREFIX = "train/"
 _PERTURBATION = "perturbation/"
 # Groups of metrics whose slash becomes an underscore in summary.json: `advantage/mean` is `advantage_mean`.
-_GROUPED = ("advantage/", "credit/", "importance/", "policy_noise/", "sampling/", "second_round/", "task/")
+_GROUPED = (
+    "advantage/",
+    "credit/",
+    "importance/",
+    "policy_noise/",
+    "sampling/",
+    "score_centering/",
+    "second_round/",
+    "task/",
+)
 _TRAINED = ("trained_groups", "trained_responses", "optimizer_steps")
 # group_reward_std is OpenRLHF's mean over groups: 0 where none has anything to learn.
 _AS_LOGGED = ("group_reward_std", *_TRAINED, "cut_prompts", "cut_turns")
