@@ -7,7 +7,9 @@ _STORE = "perturbations/replay/sampling_mask.py"
 _LEFT = "ngrpo/rollout/sampling_support.py"
 _MASKED = "trainers/common/test_mask_correction.py"
 _STORED = "rollout/test_sampling_support.py"
+_LATENT = "perturbations/methods/test_latent.py"
 _MIXTURES = "perturbations/methods/test_strategies_mixtures.py"
+_MULTIPLEX = "perturbations/methods/test_multiplex.py"
 _SETS = "perturbations/test_top_tokens.py"
 
 MUTATIONS = {
@@ -83,7 +85,7 @@ MUTATIONS = {
     (_LEFT, _STORED): [
         ("bits[:, -1] &= (1 << size % 8) - 1", "bits[:, -1] &= 0xFF", "sampling mask: ids beyond the vocabulary"),
     ],
-    ("perturbations/methods/token_draws.py", _MIXTURES): [
+    ("perturbations/methods/token_draws.py", _MULTIPLEX): [
         (
             "masked_fill(is_repeated, -torch.inf)",
             "masked_fill(is_repeated, 0.0)",
@@ -91,7 +93,7 @@ MUTATIONS = {
         ),
         ("scores.sum(dim=-1)", "scores[:, 0] * self.k", "multiplex: the density of the first draw alone"),
     ],
-    ("perturbations/step.py", _MIXTURES): [
+    ("perturbations/step.py", _MULTIPLEX): [
         ("torch.where(is_excluded, -torch.inf, logits)", "logits", "distinct draws: a token twice"),
         ("self.logits if self.drawable is None else self.drawable", "self.logits", "further draws ignore the mask"),
         ("streams.exponential(keys, counters).log()", "streams.gumbel(keys, counters)", "further draws: the sign"),
@@ -106,7 +108,7 @@ MUTATIONS = {
         ("probabilities >= self.delta", "probabilities >= 0.0", "cuts: no token is too unlikely"),
         ("step.uniform(ids)", "step.gumbel(ids) + values", "cuts: drawn by probability"),
     ],
-    ("perturbations/methods/latent.py", _MIXTURES): [
+    ("perturbations/methods/latent.py", _LATENT): [
         ("noisy_log_p / self.tau", "noisy_log_p", "lepo: τ is missing"),
         (
             "tokens=ids[:, 0])",
@@ -127,7 +129,7 @@ MUTATIONS = {
         ("opened = allowed\n", "opened = allowed | True\n", "verdict: what top-k cut stands in the text"),
         ("opened & self.open(rows, step, first)", "opened", "verdict: thinking never ends"),
     ],
-    ("perturbations/gates/further.py", _MIXTURES): [
+    ("perturbations/gates/further.py", _LATENT): [
         ("positions.generated < self.length", "positions.positions < self.length", "first: the prompt is counted"),
     ],
     ("perturbations/gates/further.py", "perturbations/gates/test_state.py"): [
