@@ -9,11 +9,12 @@ _MASKED = "trainers/common/test_mask_correction.py"
 _STORED = "rollout/test_sampling_support.py"
 _LATENT = "perturbations/methods/test_latent.py"
 _MIXTURES = "perturbations/methods/test_strategies_mixtures.py"
+_RECORDS = "perturbations/test_density_of_records.py"
 _MULTIPLEX = "perturbations/methods/test_multiplex.py"
 _SETS = "perturbations/test_top_tokens.py"
 
 MUTATIONS = {
-    ("perturbations/density.py", "perturbations/test_density.py"): [
+    ("perturbations/density.py", f"perturbations/test_density.py {_RECORDS}"): [
         ("(2.0 * scale.square())", "scale.square()", "gaussian: σ² in the place of 2 σ²"),
         ("noise.detach().clamp(low, high)", "noise", "gumbel: the noise is not clamped"),
         ("-noise - torch.exp(-noise)", "-noise - torch.exp(noise)", "gumbel: the sign in the exponential"),
@@ -22,7 +23,7 @@ MUTATIONS = {
         ("used.sum(dim=-1).clamp_min(1)", "used.shape[-1]", "the mean is over all candidates"),
         (' + require(normalizer, "edit.normalizer").unsqueeze(-1)', "", "gumbel, dirichlet: the total is missing"),
     ],
-    ("perturbations/methods/soft_grpo.py", "perturbations/test_density.py"): [
+    ("perturbations/methods/soft_grpo.py", _RECORDS): [
         ("edit.normalizer, self.tau)", "edit.normalizer)", "gumbel: τ is missing where y comes back"),
         (
             "densities.distinct(edit.ids) & (edit.weights != 0.0)",
@@ -30,7 +31,7 @@ MUTATIONS = {
             "normal: ids that top-p cut take part",
         ),
     ],
-    ("perturbations/methods/gaussian.py", "perturbations/test_density.py"): [
+    ("perturbations/methods/gaussian.py", _RECORDS): [
         (
             "scale = replayed.temperature / self.tau",
             "scale = 1.0 / self.tau",
