@@ -40,7 +40,7 @@ MUTATIONS = {
         ('("0.16", "0.24")', '("0.24", "0.16")', "ngrpo: the clip range the wrong way round"),
         ("{self.max_reward - self._rounding:.7f}", "{self.max_reward:.7f}", "ngrpo: 0.7 is not 0.7 in float32"),
     ],
-    ("ngrpo/trainers/openrlhf/step_advantages.py", "methods/advantages/test_advantages.py"): [
+    ("ngrpo/trainers/openrlhf/step_advantages.py", "methods/advantages/test_advantages_of_step.py"): [
         ("[self._seen[key] - 1 for key in keys]", "[self._seen[key] for key in keys]", "copo: an answer counts itself"),
     ],
     ("ngrpo/trainers/common/mismatch.py", "trainers/common/test_step_metrics.py"): [
