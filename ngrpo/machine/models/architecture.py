@@ -107,6 +107,7 @@ class ModelSize:
         hidden: width h of the residual stream.
         intermediate: width m of the MLP, of all experts that a token goes through.
         head_norms: whether queries and keys are normalised, as in Qwen3.
+        has_experts: whether it is a mixture of experts.
     """
 
     parameters: int
@@ -119,6 +120,7 @@ class ModelSize:
     vocabulary: int
     head_norms: bool
     source: str
+    has_experts: bool = False
 
     @property
     def saved_bytes_per_token(self) -> int:
@@ -197,6 +199,7 @@ def _size(text: str, source: str) -> ModelSize:
         vocabulary=config["vocab_size"],
         head_norms=head_norms,
         source=source,
+        has_experts=bool(experts),
     )
 
 
