@@ -85,6 +85,24 @@ def parameter_names(folder: str) -> tuple[str, ...] | None:
         return None
 
 
+def adaptable_modules(config_path: Path) -> tuple[str, ...] | None:
+    """The modules of a model that can get LoRA's adapters, by name; None where transformers cannot make the model.
+
+    They are linear layers, the convolutions that GPT-2 has in their place, and embeddings.
+    """
+    config = read_config(config_path)
+    if config.get("auto_map"):  # a model with code of its own
+        return None
+    from torch.nn import Embedding, Linear
+    from transformers.pytorch_utils import Conv1D
+
+    try:
+        modules = on_meta(config).named_modules()
+    except Exception:  # of any model's code; loading the model reports it
+        return None
+    return tuple(name for name, module in modules if isinstance(module, Linear | Conv1D | Embedding))
+
+
 def on_meta(config: Mapping[str, Any]) -> PreTrainedModel:
     """The model on the meta device, of the class that OpenRLHF chooses."""
     import torch
