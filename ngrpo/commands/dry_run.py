@@ -172,8 +172,6 @@ def _plural(number: int, noun: str) -> str:
 
 def _memory(args: placement.Args, gpu: float) -> list[str]:
     """The estimate for one GPU of ``gpu`` bytes of each group, or the reason why there is none."""
-    if args["ds.load_in_4bit"]:
-        return _wrapped("not estimated with 4-bit weights, which are smaller")
     lines = [f"GPU of {gpu / placement.GIB:.3g} GiB; P parameters, D GPUs that share the optimizer"]
     for group in placement.groups(args):
         lines += _sizes(group, args)
@@ -203,6 +201,8 @@ def _sizes(group: placement.Group, args: placement.Args) -> list[str]:
             if args["ds.lora.rank"]:
                 trained = lora_plan.adapter_parameters(size, args)
                 lines += _wrapped(f"adapters of rank {args['ds.lora.rank']} train A = {trained:,} beside P")
+            if args["ds.load_in_4bit"]:
+                lines += _wrapped(f"Q = {lora_plan.four_bit_parameters(size):,} of P are stored in 4 bits")
     return lines
 
 

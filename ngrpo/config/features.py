@@ -167,6 +167,7 @@ def kl_term(combination: Combination) -> str:
     return f"{KL} {coefficient}" if combination.flags.has(KL) else f"{KL} {coefficient} (OpenRLHF's default)"
 
 
+CRITIC = when(f"{ESTIMATOR} gae", lambda combination: combination.value(ESTIMATOR) == "gae")
 ONE_ANSWER = when(f"{SIZES[1]} 1", lambda combination: combination.value(SIZES[1]) == "1")
 LATE_REWARD = when(
     "a reward model",
@@ -177,6 +178,7 @@ EVAL_AT_START = when("--eval.at_start", lambda combination: combination.run.eval
 # --- LoRA -------------------------------------------------------------------------------------------
 
 LORA = flag("--ds.lora.rank", off="0")
+WITHOUT_LORA = when("no --ds.lora.rank", lambda combination: not LORA.shown(combination))
 _EMBEDDINGS = ("embed_tokens", "wte", "embeddings", "word_embeddings")
 _TARGET_MODULES = "--ds.lora.target_modules"
 

@@ -44,12 +44,6 @@ _REPLAY = (
 
 _LORA = (
     Row(
-        what=flag("--ds.load_in_4bit"),
-        conflicts_with=features.LORA,
-        why="engines need merged weights, and those of dequantised 4-bit layers were never compared",
-        fix="leave it out: --ds.zero_stage 3 and --ds.adam_offload save memory too",
-    ),
-    Row(
         what=flag("--train.enable_ema"),
         conflicts_with=features.LORA,
         why="OpenRLHF's average is of a model without adapters",
@@ -65,6 +59,39 @@ _LORA = (
         conflicts_with=features.PERTURBATION,
         why="a perturbation mixes rows of one table, and PEFT adds the adapter's part of a row beside it",
         fix="leave the embedding out of the modules",
+    ),
+)
+
+_FOUR_BIT = (
+    Row(
+        what=flag("--ds.load_in_4bit"),
+        conflicts_with=features.WITHOUT_LORA,
+        why="4-bit weights are frozen, and adapters are trained beside them",
+        fix="add --ds.lora.rank 16",
+    ),
+    Row(
+        what=flag("--ds.load_in_4bit"),
+        conflicts_with=flag("--ds.param_dtype", only="fp16"),
+        why="OpenRLHF 0.11.2 computes 4-bit layers in bfloat16",
+        fix="use bf16, or leave it out",
+    ),
+    Row(
+        what=flag("--ds.load_in_4bit"),
+        conflicts_with=flag("--ds.zero_stage", only="3"),
+        why="ZeRO-3 splits floating-point weights, and 4-bit codes are bytes",
+        fix="use --ds.zero_stage 2",
+    ),
+    Row(
+        what=flag("--ds.load_in_4bit"),
+        conflicts_with=features.NOISE,
+        why="noise is added to weights, and 4-bit codes have no room for it",
+        fix="leave one of them out",
+    ),
+    Row(
+        what=flag("--ds.load_in_4bit"),
+        conflicts_with=features.CRITIC,
+        why="a critic of 4-bit weights cannot resume from its checkpoint",
+        fix="use another --algo.advantage.estimator, such as group_norm",
     ),
 )
 
@@ -507,6 +534,7 @@ _OPENRLHF = (
 TRAINING = (
     *_REPLAY,
     *_LORA,
+    *_FOUR_BIT,
     *_MODEL,
     *_DENSITY,
     *_CREDIT,

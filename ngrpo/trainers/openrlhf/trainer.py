@@ -56,8 +56,9 @@ class PerturbedTrainer(Upstream):
         if _STATE in states:
             self.restore(states[_STATE])
         is_fresh = self.noise_step == 0
-        if run.policy_noise is not None and is_fresh:
-            # The first rollout's weights have noise too. A resumed run sends its weights itself.
+        # The first rollout's weights have noise too. With 4 bits they are the dequantised ones, and an engine has the
+        # checkpoint's until the first weight sync. A resumed run sends its weights itself.
+        if is_fresh and (run.policy_noise is not None or self.args.ds.load_in_4bit):
             self.broadcast_to_vllm()
         if run.eval_at_start and is_fresh and self.eval_dataloader:
             sampling = {

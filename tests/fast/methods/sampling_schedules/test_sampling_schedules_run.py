@@ -220,6 +220,7 @@ class Trainer:
             train=SimpleNamespace(num_episodes=2),
             rollout=SimpleNamespace(batch_size=8, temperature=0.5),
             actor=SimpleNamespace(model_name_or_path="m"),
+            ds=SimpleNamespace(load_in_4bit=False),
         )
 
     def init_checkpoint_states(self) -> dict[str, Any]:
