@@ -53,6 +53,9 @@ sampling of the rollouts; evaluation is unchanged
                             importance weights of the loss (OpenRLHF's
                             --algo.advantage.is_correction_*) grow from 1 to
                             full strength over the first N steps
+  --sampling.max_staleness N
+                            asynchronous training: leave out responses that are
+                            more than N weight syncs old
   --replay.routing          mixtures of experts: train on the experts that the
                             rollouts chose, weighed by the trained router
   --reproducible            the same seed gives the same rollouts from run to

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from ngrpo.config.feature_kinds import (
+    ASYNC,
     CORRECTION,
     ESTIMATOR,
     GENERATED,
@@ -130,6 +131,9 @@ TOKEN_WEIGHTS = {
     "--algo.advantage.is_correction_gating": "ratio",
     LOSS: "ppo",
 }
+
+
+SYNCHRONOUS = when(f"no {ASYNC}", lambda combination: not combination.flags.has(ASYNC))
 
 
 def _draws_ahead(combination: Combination) -> bool:

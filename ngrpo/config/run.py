@@ -89,6 +89,9 @@ class Sampling(Options):
     correction_warmup: int | None = option(
         None, "training steps over which the importance weights of the loss grow from 1 to their whole", low=1
     )
+    max_staleness: int | None = option(
+        None, "asynchronous training leaves responses out that are older, in weight syncs", low=0
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -104,8 +107,12 @@ class Sampling(Options):
         return self.correct_mask or self.score_centering
 
     def given(self) -> dict[str, Any]:
-        """The settings that are on."""
-        return {name: value for name, value in self.spec().items() if value not in (None, False)}
+        """The settings that are on. A staleness of 0 is: it leaves out every response of earlier weights."""
+        return {
+            name: value
+            for name, value in self.spec().items()
+            if (value is not None if name == "max_staleness" else value)
+        }
 
     def masks(self) -> dict[str, Any]:
         """``top_k`` and ``min_p``, where set."""
@@ -256,6 +263,15 @@ class RunConfig:
     def has_side_records(self) -> bool:
         """Whether a response has more than a record of perturbed inputs: a sampling mask, or experts."""
         return self.sampling.records_masks or self.replay_routing
+
+    @property
+    def has_weight_versions(self) -> bool:
+        """Whether responses carry the version of their weights: asynchronous training may use older ones.
+
+        Not with partial rollouts, in which a weight sync may come between two tokens of a response.
+        """
+        flags = Flags(self.openrlhf)
+        return flags.has("--train.async_enable") and not flags.has("--train.partial_rollout_enable")
 
     @property
     def changes_rollout_policy(self) -> bool:

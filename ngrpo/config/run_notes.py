@@ -4,6 +4,7 @@
 import shlex
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from math import ceil
 
 from ngrpo.config import flag_checks, input_checks, stretches
 from ngrpo.config.complete_run import CompleteRun
@@ -121,6 +122,38 @@ def centering_notes(complete: CompleteRun) -> Iterator[str]:
         )
 
 
+def staleness_notes(complete: CompleteRun) -> Iterator[str]:
+    """Warnings about a limit of staleness that leaves nothing out, or most of the rollouts."""
+    limit = complete.run.sampling.max_staleness
+    if limit is None:
+        return
+    greatest = greatest_staleness(complete.flags)
+    if limit >= greatest:
+        yield (
+            f"--sampling.max_staleness {limit} leaves nothing out: with these flags a response is at most"
+            f" {greatest} weight syncs older than the weights that train on it (--train.async_queue_size,"
+            " --rollout.vllm_generate_batch_size)."
+        )
+    elif limit == 0:
+        yield (
+            "--sampling.max_staleness 0 leaves out every rollout that was drawn during a training step, which is"
+            " about every second one, and in a longer queue more. A synchronous run draws none in vain."
+        )
+
+
+def greatest_staleness(flags: Flags) -> int:
+    """The greatest age that OpenRLHF 0.11.2's asynchronous training gives a response, in weight syncs.
+
+    With a queue of Q batches the generator begins batch n once the trainer has taken batch n − Q, after n − Q syncs;
+    n syncs were made before batch n is trained. An engine that draws G prompts at once for batches of B keeps the last
+    of them for ⌈G / B⌉ − 1 further steps.
+    """
+    queue = int(flags.or_default("--train.async_queue_size"))
+    batch = int(flags.or_default(SIZES[0]))
+    drawn_at_once = max(int(flags.or_default("--rollout.vllm_generate_batch_size") or 0), batch)
+    return queue + ceil(drawn_at_once / batch) - 1
+
+
 def loss_notes(complete: CompleteRun) -> Iterator[str]:
     """Warnings about a perturbation's entry in the loss: a score with another mean than 0, an off-policy density."""
     run, flags = complete.run, complete.flags
@@ -165,6 +198,7 @@ NOTES: tuple[Callable[[CompleteRun], Iterable[str]], ...] = (
     batch_notes,
     gap_notes,
     centering_notes,
+    staleness_notes,
     loss_notes,
     lambda complete: flag_checks.last_step_notes(complete.flags),
     stretches.notes,

@@ -26,7 +26,8 @@ _REPLAY = (
     Row(
         what=flag("partial_rollout"),
         conflicts_with=features.REPLAYED,
-        why="records would be cut at the weight sync",
+        why="a weight sync comes between two tokens of a response, and an exact record needs the version of the weights"
+        " for each token, which vLLM does not report (vllm#54443)",
         fix="leave it out (--train.async_enable may stay)",
     ),
     Row(
@@ -381,6 +382,22 @@ _SCORE_CENTERING = (
     ),
 )
 
+_STALENESS = (
+    Row(
+        what=sampling("max_staleness"),
+        conflicts_with=features.SYNCHRONOUS,
+        why="it leaves responses out of the queue of asynchronous training, and a synchronous run has no queue: it"
+        " trains on a rollout before the next weight sync",
+        fix="add --train.async_enable, or leave it out",
+    ),
+    Row(
+        what=sampling("max_staleness"),
+        conflicts_with=flag("partial_rollout"),
+        why="a weight sync comes between two tokens of a response, and its age needs the version of the weights for"
+        " each token, which vLLM does not report (vllm#54443)",
+    ),
+)
+
 _SECOND_ROUND = (
     Row(
         what=flag("--train.agent_func_path"),
@@ -541,6 +558,7 @@ TRAINING = (
     *_NOISE_AND_SCHEDULE,
     *_CORRECTION_WARMUP,
     *_SCORE_CENTERING,
+    *_STALENESS,
     *_SECOND_ROUND,
     *_REWARD_AND_ADVANTAGE,
     *_OPENRLHF,
