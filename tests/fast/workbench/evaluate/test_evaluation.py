@@ -12,8 +12,8 @@ import pytest
 
 from ngrpo.commands.eval import run
 from ngrpo.machine.models import packaged
-from ngrpo.methods.scoring import reward_calls
 from ngrpo.machine.storage.result_folder import read_json
+from ngrpo.methods.scoring import reward_calls
 from ngrpo.workbench.evaluate import Problem, Sampling, evaluate, evaluation, rescore
 from ngrpo.workbench.evaluate import engine as engines
 from ngrpo.workbench.evaluate.engine import Generated
