@@ -15,9 +15,12 @@ from contextlib import suppress
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from perturbations.errors import UsageError, nearest
+
+if TYPE_CHECKING:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 Row = dict[str, Any]
 Series = dict[str, dict[int, float]]
@@ -260,6 +263,12 @@ def event_files(folder: Path) -> list[str]:
     return sorted(str(file.relative_to(folder)) for file in folder.rglob("events.out.tfevents.*"))
 
 
+def _tags(events: "EventAccumulator", kind: str) -> list[str]:
+    """The tags of a kind in a log."""
+    tags: Any = events.Tags()[kind]  # a list for the kinds that are asked for, and a bool for others
+    return tags
+
+
 def read_scalars(folder: Path, files: Iterable[str]) -> Series:
     """Every scalar of TensorBoard logs in a folder: ``{tag: {step: value}}``, steps ascending.
 
@@ -271,8 +280,7 @@ def read_scalars(folder: Path, files: Iterable[str]) -> Series:
     for file in files:
         events = EventAccumulator(str(folder / file), size_guidance={SCALARS: 0})
         events.Reload()
-        tags: Any = events.Tags()["scalars"]
-        for tag in tags:
+        for tag in _tags(events, "scalars"):
             values = series.setdefault(tag, {})
             for event in events.Scalars(tag):
                 values[event.step] = event.value
@@ -288,8 +296,7 @@ def read_texts(folder: Path, files: Iterable[str], tag: str) -> dict[int, str]:
     for file in files:
         events = EventAccumulator(str(folder / file), size_guidance={TENSORS: 0})
         events.Reload()
-        tags: Any = events.Tags()["tensors"]
-        if name in tags:
+        if name in _tags(events, "tensors"):
             for event in events.Tensors(name):
                 by_step[event.step] = event.tensor_proto.string_val[0].decode(errors="replace")
     return dict(sorted(by_step.items()))

@@ -19,6 +19,7 @@ from uuid import uuid4
 from ngrpo import patches
 from ngrpo.config.run import RunConfig, begin
 from ngrpo.machine.hardware import Profile, processes, stand_ins
+from ngrpo.machine.progress import announce
 from ngrpo.machine.upstream import placement
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from perturbations.errors import UsageError
@@ -120,11 +121,13 @@ def launch(run: RunConfig) -> None:
     os.environ[RUN_ID] = uuid4().hex
     if not flags.has("--help"):
         handler = signal.getsignal(signal.SIGTERM)
+        announce("starting Ray")
         _start_ray(profile, flags, conditions, run)
         signal.signal(signal.SIGTERM, handler)  # ray.init installs one that aborts the process
     begin(run)
     patches.install(conditions)
     print("ngrpo: starting OpenRLHF, its engines and its models", flush=True)
+    announce("importing OpenRLHF")
     _run(flags.argv)
 
 
@@ -194,6 +197,8 @@ def setup_hook(conditions: Sequence[str], run: RunConfig) -> Callable[[], None]:
     here = os.getcwd()
 
     def in_worker() -> None:
+        # Imports take most of a start, and upstream logs nothing of them.
+        announce("importing torch, vLLM and OpenRLHF in Ray's processes")
         with suppress(OSError):  # another node need not have the folder
             os.chdir(here)
         processes.add_programs_to_path()
