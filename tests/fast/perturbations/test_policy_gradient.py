@@ -35,50 +35,51 @@ from tests.support.gradient_problem import V, estimate
 from tests.support.gradient_truth import truth
 
 
-def made(name: str, **options: Any) -> Perturbation:
+def create_quietly(name: str, **options: Any) -> Perturbation:
+    """A perturbation without the warning about a greedy text."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # of greedy text: these tests have a reward for it
         return create(name, **options)
 
 
 CASES = {
-    "gaussian-soft-density": made("gaussian", density="gaussian", base="soft", k=3, sigma=0.6),
-    "gaussian-token-density": made("gaussian", density="gaussian", base="token", sigma=0.6),
-    "gaussian-fuzzy-density": made("gaussian", density="gaussian", base="fuzzy", sigma=0.6),
-    "gaussian-soft": made("gaussian", base="soft", k=3, sigma=0.6),
-    "gaussian-token": made("gaussian", sigma=0.6),
-    "gaussian-fuzzy": made("gaussian", base="fuzzy", sigma=0.6),
-    "gumbel-density": made("gumbel", density="gumbel", k=3, top_p=0.845, tau=0.3),
-    "gumbel-exact": made("gumbel", density="exact", k=3, top_p=0.845, tau=0.3),
-    "gumbel": made("gumbel", k=3, top_p=0.8, tau=0.3, input_gradient="full"),
-    "dirichlet-density": made("dirichlet", density="dirichlet", k=3, top_p=0.845, alpha=6.0),
-    "dirichlet-exact": made("dirichlet", density="exact", k=3, top_p=0.845, alpha=6.0),
-    "dirichlet": made("dirichlet", k=3, top_p=0.8, alpha=6.0),
-    "normal-density": made("normal", density="normal", k=3, top_p=0.845),
-    "normal": made("normal", k=3, top_p=0.8),
-    "neighbor": made("neighbor", k=2),
-    "neighbor-released": made("neighbor", k=2, variant="released", space="input"),
-    "orthogonal": made("orthogonal", k=2),
-    "soft": made("soft", k=3),
-    "soft-constant": made("soft", k=3, input_gradient="none"),
-    "hrpo": made("hrpo", k=V),
-    "hrpo-constant": made("hrpo", k=V, input_gradient="none"),
-    "tarpo-density": made("tarpo", k=3, bias=0.5, decision_weight=1.0),
-    "tarpo-released": made("tarpo", k=3, bias=0.5),
-    "tarpo": made("tarpo", k=3, bias=0.5, density="token"),
-    "multiplex-density": made("multiplex", density="joint"),
-    "multiplex": made("multiplex", k=2, weights="average"),
-    "multiplex-distinct": made("multiplex", k=2, draws="distinct"),
-    "moi": made("moi", k=3, beta=0.5),
-    "selar": made("selar", threshold=0.85),
-    "cuts": made("cuts", k=3, delta=0.15, burn_in=0),
-    "lepo-density": made("lepo", density="lepo", top_p=0.8, k=V),
-    "lepo-exact": made("lepo", density="exact", top_p=0.8, k=V),
-    "lepo": made("lepo", top_p=0.8, k=3),
-    "latent-density": made("latent", density="latent", k=2, top_p=0.8),
-    "latent-exact": made("latent", density="exact", k=2, top_p=0.8),
-    "latent-exact-through": made("latent", density="exact", k=2, top_p=0.8, input_gradient="full"),
-    "latent": made("latent", k=2, top_p=0.8),
+    "gaussian-soft-density": create_quietly("gaussian", density="gaussian", base="soft", k=3, sigma=0.6),
+    "gaussian-token-density": create_quietly("gaussian", density="gaussian", base="token", sigma=0.6),
+    "gaussian-fuzzy-density": create_quietly("gaussian", density="gaussian", base="fuzzy", sigma=0.6),
+    "gaussian-soft": create_quietly("gaussian", base="soft", k=3, sigma=0.6),
+    "gaussian-token": create_quietly("gaussian", sigma=0.6),
+    "gaussian-fuzzy": create_quietly("gaussian", base="fuzzy", sigma=0.6),
+    "gumbel-density": create_quietly("gumbel", density="gumbel", k=3, top_p=0.845, tau=0.3),
+    "gumbel-exact": create_quietly("gumbel", density="exact", k=3, top_p=0.845, tau=0.3),
+    "gumbel": create_quietly("gumbel", k=3, top_p=0.8, tau=0.3, input_gradient="full"),
+    "dirichlet-density": create_quietly("dirichlet", density="dirichlet", k=3, top_p=0.845, alpha=6.0),
+    "dirichlet-exact": create_quietly("dirichlet", density="exact", k=3, top_p=0.845, alpha=6.0),
+    "dirichlet": create_quietly("dirichlet", k=3, top_p=0.8, alpha=6.0),
+    "normal-density": create_quietly("normal", density="normal", k=3, top_p=0.845),
+    "normal": create_quietly("normal", k=3, top_p=0.8),
+    "neighbor": create_quietly("neighbor", k=2),
+    "neighbor-released": create_quietly("neighbor", k=2, variant="released", space="input"),
+    "orthogonal": create_quietly("orthogonal", k=2),
+    "soft": create_quietly("soft", k=3),
+    "soft-constant": create_quietly("soft", k=3, input_gradient="none"),
+    "hrpo": create_quietly("hrpo", k=V),
+    "hrpo-constant": create_quietly("hrpo", k=V, input_gradient="none"),
+    "tarpo-density": create_quietly("tarpo", k=3, bias=0.5, decision_weight=1.0),
+    "tarpo-released": create_quietly("tarpo", k=3, bias=0.5),
+    "tarpo": create_quietly("tarpo", k=3, bias=0.5, density="token"),
+    "multiplex-density": create_quietly("multiplex", density="joint"),
+    "multiplex": create_quietly("multiplex", k=2, weights="average"),
+    "multiplex-distinct": create_quietly("multiplex", k=2, draws="distinct"),
+    "moi": create_quietly("moi", k=3, beta=0.5),
+    "selar": create_quietly("selar", threshold=0.85),
+    "cuts": create_quietly("cuts", k=3, delta=0.15, burn_in=0),
+    "lepo-density": create_quietly("lepo", density="lepo", top_p=0.8, k=V),
+    "lepo-exact": create_quietly("lepo", density="exact", top_p=0.8, k=V),
+    "lepo": create_quietly("lepo", top_p=0.8, k=3),
+    "latent-density": create_quietly("latent", density="latent", k=2, top_p=0.8),
+    "latent-exact": create_quietly("latent", density="exact", k=2, top_p=0.8),
+    "latent-exact-through": create_quietly("latent", density="exact", k=2, top_p=0.8, input_gradient="full"),
+    "latent": create_quietly("latent", k=2, top_p=0.8),
 }
 
 ROUTER = ("weight", "bias_shift")
@@ -96,38 +97,68 @@ NO_GRADIENT = {
 
 # Where a part that another case has goes another way.
 SLOW = ("hrpo-constant", "latent-exact-through", "tarpo", "tarpo-released")
+PARAMETERS = [pytest.param(case, marks=pytest.mark.slow if case in SLOW else ()) for case in CASES]
+
+
+def densities_of(name: str) -> tuple[str, ...]:
+    """The choices of a perturbation's density."""
+    for field in fields(get(name)):
+        if field.name == "density":
+            return field.metadata["choices"]
+    return ("token",)
 
 
 def test_every_perturbation_and_density_is_here() -> None:
     in_tree = {name for name, source in available().items() if source.startswith("perturbations.methods")}
-    assert {o.name for o in CASES.values()} == in_tree - {"none"}
-    choices = {(o.name, getattr(o, "density", "token")) for o in CASES.values()}
-    for name in in_tree - {"none"}:
-        densities_of = next((f.metadata["choices"] for f in fields(get(name)) if f.name == "density"), ("token",))
-        assert {(name, density) for density in densities_of} <= choices
+    in_tree.remove("none")
+    assert {perturbation.name for perturbation in CASES.values()} == in_tree
+
+    densities_by_name: dict[str, set[str]] = {name: set() for name in in_tree}
+    for perturbation in CASES.values():
+        density = getattr(perturbation, "density", "token")
+        densities_by_name[perturbation.name].add(density)
+    for name in in_tree:
+        assert set(densities_of(name)) <= densities_by_name[name]
 
 
 def directions(true: Tensor) -> Tensor:
-    """The true gradient's direction and two fixed ones across it, (3, size)."""
-    fixed = torch.randn(2, true.numel(), generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    """The true gradient's direction and two fixed ones across it, (3, size); (2, 2) for two numbers."""
+    generator = torch.Generator().manual_seed(5)
+    fixed = torch.randn(2, true.numel(), generator=generator, dtype=torch.float64)
     basis, _ = torch.linalg.qr(torch.cat([true.view(1, -1), fixed]).T)
-    return basis.T * torch.sign(basis.T[:1] @ true).view(1, 1)
+    sign = torch.sign(basis.T[:1] @ true)  # qr() may turn the first direction
+    return basis.T * sign.view(1, 1)
+
+
+def variance_of_mean(samples: Tensor) -> Tensor:
+    """The variance of the mean of independent samples, (n, axes) to (axes,); 0 for a single one, which is exact."""
+    if len(samples) == 1:
+        return torch.zeros(samples.shape[1], dtype=samples.dtype)
+    return samples.var(0) / len(samples)
 
 
 @pytest.mark.parametrize("steps", [1, pytest.param(2, marks=pytest.mark.more)], ids=["bandit", "two-steps"])
-@pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.slow) if c in SLOW else c for c in CASES])
+@pytest.mark.parametrize("case", PARAMETERS)
 def test_the_gradient_is_the_true_one(case: str, steps: int) -> None:
     perturbation = CASES[case]
-    estimated, true = estimate(perturbation, steps), truth(perturbation, steps)
+    estimated = estimate(perturbation, steps)
+    true = truth(perturbation, steps)
     assert estimated.keys() == true.keys()
     for name in estimated:
-        got, want = estimated[name].flatten(1), true[name].flatten(1)
-        nothing = case in NO_GRADIENT.get((steps, name), ())
-        axes = directions(torch.ones_like(want[0]) if nothing else want.mean(0))
-        along, goal = got @ axes.T, want @ axes.T
-        error = along.var(0) / len(along) + (goal.var(0) / len(goal) if len(goal) > 1 else 0.0)
-        error = error.sqrt() + 1e-5
-        away = (along.mean(0) - (0.0 if nothing else goal.mean(0))) / error
-        length = goal.mean(0)[0] / error[0]
-        assert nothing or length > 10, f"{name}: too few samples to tell"
-        assert away.abs().max() < 3.0, f"{name}: {away.tolist()} standard errors away"
+        estimated_gradients = estimated[name].flatten(1)  # (batches, size)
+        true_gradients = true[name].flatten(1)  # (1 or batches, size)
+        is_zero = case in NO_GRADIENT.get((steps, name), ())
+        true_mean = true_gradients.mean(0)
+        axes = directions(torch.ones_like(true_mean) if is_zero else true_mean)
+
+        estimated_shares = estimated_gradients @ axes.T  # (batches, axes)
+        true_shares = true_gradients @ axes.T
+        standard_error = (variance_of_mean(estimated_shares) + variance_of_mean(true_shares)).sqrt() + 1e-5
+        expected = true_shares.mean(0)
+        if is_zero:
+            expected = torch.zeros_like(expected)
+        else:
+            length = expected[0] / standard_error[0]
+            assert length > 10, f"{name}: too few samples to tell"
+        deviation = (estimated_shares.mean(0) - expected) / standard_error
+        assert deviation.abs().max() < 3.0, f"{name}: {deviation.tolist()} standard errors away"

@@ -44,12 +44,19 @@ def test_bad_input_says_value_range_and_mend(name: str, options: dict, words: li
 
 
 @pytest.mark.parametrize(
-    ("name", "options"), [("neighbor", {}), ("soft", {}), ("gumbel", {}), ("gaussian", {"base": "soft"})]
+    ("name", "options"),
+    [
+        ("neighbor", {}),
+        ("soft", {}),
+        ("gumbel", {}),
+        ("gaussian", {"base": "soft"}),
+    ],
 )
 def test_k_beyond_the_vocabulary(name: str, options: dict) -> None:
     perturbation = create(name, k=5, **options)
     text = message(lambda: perturbation.check_model(4))
-    assert "k=5" in text and ", 4]" in text
+    assert "k=5" in text
+    assert ", 4]" in text
     perturbation.check_model(5)
 
 
@@ -57,20 +64,21 @@ def test_k_beyond_the_vocabulary(name: str, options: dict) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "field", "value"),
+    ("field", "text", "value"),
     [
-        (dict(rate="0.25"), "rate", 0.25),
-        (dict(k="4"), "k", 4),
-        (dict(k="1e1"), "k", 10),
-        (dict(seed=str(2**62 + 1)), "seed", 2**62 + 1),
-        (dict(skip_special="true"), "skip_special", True),
-        (dict(until="none"), "until", None),
-        (dict(entropy_min="None"), "entropy_min", None),
+        ("rate", "0.25", 0.25),
+        ("k", "4", 4),
+        ("k", "1e1", 10),
+        ("seed", str(2**62 + 1), 2**62 + 1),
+        ("skip_special", "true", True),
+        ("until", "none", None),
+        ("entropy_min", "None", None),
     ],
 )
-def test_text_becomes_the_type_of_the_field(options: dict, field: str, value: object) -> None:
-    got = getattr(create("neighbor", **options), field)
-    assert got == value and type(got) is type(value)
+def test_text_becomes_the_type_of_the_field(field: str, text: str, value: object) -> None:
+    read = getattr(create("neighbor", **{field: text}), field)
+    assert read == value
+    assert type(read) is type(value)
 
 
 # --- names ----------------------------------------------------------------------------------------
@@ -102,7 +110,8 @@ def test_entry_point_of_an_installed_package(tmp_path: Path, monkeypatch: pytest
     assert registry.available()["wobble"] == "their_installed:Mine"
     assert "their_installed" not in sys.modules  # listing names imports nothing
     perturbation = create("wobble", strength=1)
-    assert perturbation.spec()["name"] == "wobble" and create(**perturbation.spec()) == perturbation
+    assert perturbation.spec()["name"] == "wobble"
+    assert create(**perturbation.spec()) == perturbation
     assert "Did you mean 'wobble'?" in message(lambda: create("woble"))
     assert "their_missing" in message(lambda: create("broken"))
 
@@ -113,27 +122,47 @@ def test_duplicate_names_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.syspath_prepend(tmp_path)
     first = importlib.import_module("their_first")
     text = message(lambda: importlib.import_module("their_second"))
-    assert "'twice'" in text and "their_first.Mine" in text and "another name" in text
+    for word in ("'twice'", "their_first.Mine", "another name"):
+        assert word in text
     importlib.reload(first)  # the same class again is no duplicate
 
 
 # --- specs ----------------------------------------------------------------------------------------
 
 
-def test_variant_sets_three_options_unless_they_are_set() -> None:
-    parts = lambda o: (o.weights, o.realization, o.space)  # noqa: E731
-    assert parts(create("neighbor")) == ("logits", "anchor", "input")
-    assert parts(create("neighbor", variant="released")) == ("probs", "sampled", "output")
-    mixed = create("neighbor", variant="released", space="input", realization="anchor")
-    assert parts(mixed) == ("probs", "anchor", "input")
-    assert parts(create(**mixed.spec())) == parts(mixed)
+@pytest.mark.parametrize(
+    ("options", "weights", "realization", "space"),
+    [
+        pytest.param({}, "logits", "anchor", "input", id="paper"),
+        pytest.param({"variant": "released"}, "probs", "sampled", "output", id="released"),
+        pytest.param(
+            {"variant": "released", "space": "input", "realization": "anchor"},
+            "probs",
+            "anchor",
+            "input",
+            id="released, with two options set",
+        ),
+    ],
+)
+def test_variant_sets_three_options_unless_they_are_set(
+    options: dict, weights: str, realization: str, space: str
+) -> None:
+    """Also in a perturbation that is made from its spec."""
+    neighbor = create("neighbor", **options)
+    for perturbation in (neighbor, create(**neighbor.spec())):
+        assert perturbation.weights == weights
+        assert perturbation.realization == realization
+        assert perturbation.space == space
 
 
-def test_greedy_combination_warns_and_no_other() -> None:
+def test_a_greedy_text_warns() -> None:
     with pytest.warns(UserWarning, match="greedy decoding"):
         create("neighbor", rate=1.0)
     with pytest.warns(UserWarning, match="sampled"):
         create("neighbor", rate=1.0, variant="released", realization="anchor")
+
+
+def test_a_text_that_is_not_greedy_does_not_warn() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         create("neighbor", rate=1.0, realization="sampled")
@@ -141,9 +170,43 @@ def test_greedy_combination_warns_and_no_other() -> None:
         create("neighbor", rate=0.99)
 
 
-def test_defaults_are_those_of_the_papers() -> None:
-    neighbor, gumbel, gaussian = create("neighbor"), create("gumbel"), create("gaussian")
-    assert (neighbor.rate, neighbor.k, neighbor.metric, neighbor.until) == (0.1, 3, "cosine", "</think>")
-    assert (neighbor.mix_temperature, neighbor.skip_special) == (1.0, False)
-    assert (gumbel.rate, gumbel.k, gumbel.top_p, gumbel.tau, gumbel.clamp) == (1.0, 5, 0.95, 0.1, True)
-    assert (gaussian.rate, gaussian.sigma, gaussian.sigma_of, gaussian.tau) == (1.0, 0.33, "embedding", 0.5)
+@pytest.mark.parametrize(
+    ("name", "defaults"),
+    [
+        (
+            "neighbor",
+            {
+                "rate": 0.1,
+                "k": 3,
+                "metric": "cosine",
+                "until": "</think>",
+                "mix_temperature": 1.0,
+                "skip_special": False,
+            },
+        ),
+        (
+            "gumbel",
+            {
+                "rate": 1.0,
+                "k": 5,
+                "top_p": 0.95,
+                "tau": 0.1,
+                "clamp": True,
+            },
+        ),
+        (
+            "gaussian",
+            {
+                "rate": 1.0,
+                "sigma": 0.33,
+                "sigma_of": "embedding",
+                "tau": 0.5,
+            },
+        ),
+    ],
+    ids=["neighbor", "gumbel", "gaussian"],
+)
+def test_defaults_are_those_of_the_papers(name: str, defaults: dict[str, object]) -> None:
+    perturbation = create(name)
+    for option, default in defaults.items():
+        assert getattr(perturbation, option) == default, option

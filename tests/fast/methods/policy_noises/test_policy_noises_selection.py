@@ -23,8 +23,15 @@ def parameter_names(model_type: str, **options: object) -> dict[str, torch.Size]
     """Names and shapes of a model's parameters, as the installed transformers has them."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    shape = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2}
-    config = AutoConfig.for_model(model_type, **{**shape, "num_hidden_layers": 2, "pad_token_id": 0, **options})
+    sizes = {
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_attention_heads": 2,
+        "num_hidden_layers": 2,
+        "pad_token_id": 0,
+    }
+    config = AutoConfig.for_model(model_type, **{**sizes, **options})
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     return {name: parameter.shape for name, parameter in model.named_parameters()}
@@ -49,10 +56,13 @@ EXPERTS = {"gate.weight", "experts.gate_up_proj", "experts.down_proj"}
 )
 def test_psn_noises_the_matrices_of_all_experts(model_type: str, expected: set[str]) -> None:
     """In transformers 5 the matrices of all experts are one parameter, whose name does not end in "weight"."""
-    noise, shapes = policy_noises.create("psn"), parameter_names(model_type)
-    found = [name for name in shapes if noise.selects(name)]
-    assert of_last_block(found) == expected
-    assert all(len(shapes[name]) == (3 if ".experts." in name else 2) for name in found)
+    psn = policy_noises.create("psn")
+    shapes = parameter_names(model_type)
+    selected = [name for name in shapes if psn.selects(name)]
+    assert of_last_block(selected) == expected
+    for name in selected:
+        dimensions = 3 if ".experts." in name else 2
+        assert len(shapes[name]) == dimensions, name
 
 
 @pytest.mark.parametrize(
@@ -69,8 +79,8 @@ def test_psn_noises_the_matrices_of_all_experts(model_type: str, expected: set[s
     ],
 )
 def test_aqn_noises_the_norms_before_attention_and_mlp(model_type: str, expected: set[str]) -> None:
-    found = policy_noises.create("aqn").selected(parameter_names(model_type))
-    assert of_last_block(found) == {f"{name}.weight" for name in expected}
+    selected = policy_noises.create("aqn").selected(parameter_names(model_type))
+    assert of_last_block(selected) == {f"{name}.weight" for name in expected}
 
 
 @pytest.mark.parametrize("model_type", ["olmo2", "olmo3", "exaone4"])
@@ -89,8 +99,9 @@ AQN = policy_noises.create("aqn").spec()
 def test_a_start_and_a_dry_run_refuse_the_model(tmp_path: Path) -> None:
     """The first stage of aqn has no noise, so that the error came after the steps of it."""
     config = '{"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_layer": 2, "n_embd": 24, "n_head": 2}'
-    for name, text in (("config.json", config), ("model.safetensors", "weights"), ("tokenizer.json", "{}")):
-        (tmp_path / name).write_text(text)
+    (tmp_path / "config.json").write_text(config)
+    (tmp_path / "model.safetensors").write_text("weights")
+    (tmp_path / "tokenizer.json").write_text("{}")
     model = str(tmp_path)
     words = ["--reward.remote_url", "r.py", "--algo.advantage.estimator", "group_norm"]
     words += ["--rollout.n_samples_per_prompt", "4", "--actor.model_name_or_path", model]

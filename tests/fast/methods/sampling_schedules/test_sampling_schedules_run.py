@@ -6,7 +6,7 @@ import math
 import pickle
 from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -31,104 +31,151 @@ NAMES = sorted(sampling_schedules.available())
 # --- the rollout ------------------------------------------------------------------------------------------------
 
 
-class Step:
-    """A perturber with requests, asked at one step of theirs."""
+class Rollout:
+    """A perturber with requests and a schedule, whose steps are asked for their temperature factors."""
 
     def __init__(self, **schedule: Any) -> None:
-        decoding, buffer = Decoding(create("none"), 4), registry.buffers.create("memory")
-        self.perturber, store = decoding.perturber, decoding.perturber._store
+        decoding = Decoding(create("none"), 4)
+        self.perturber = decoding.perturber
         self.perturber._schedule = sampling_schedules.create(**schedule)
+        store = self.perturber._store
+        buffer = registry.buffers.create("memory")
         self.requests = RunningRequests(create("none"), store, self.perturber, buffer)
         for name in decoding.requests:
             store.close(name)
 
-    def add(self, name: str, prompt: int, **arguments: Any) -> None:
-        params = SimpleNamespace(seed=None, extra_args={KEY: arguments})
-        new = SimpleNamespace(req_id=name, sampling_params=params, prompt_token_ids=[5] * prompt)
-        self.requests.update(SimpleNamespace(finished_req_ids=set(), scheduled_new_reqs=[new]))
+    def add(self, name: str, prompt_length: int, **arguments: Any) -> None:
+        request = SimpleNamespace(
+            req_id=name,
+            sampling_params=SimpleNamespace(seed=None, extra_args={KEY: arguments}),
+            prompt_token_ids=[5] * prompt_length,
+        )
+        self.requests.update(SimpleNamespace(finished_req_ids=set(), scheduled_new_reqs=[request]))
 
-    def factor(self, names: list[str], starts: list[int], counts: list[int], greedy: list[int] | None = None) -> list:
-        size = len(names)
-        self.perturber.begin(names, np.array(starts), np.array(counts), np.zeros(size, dtype=bool))
-        given = None if greedy is None else torch.tensor(greedy)
-        return self.perturber.temperature_factor(torch.zeros(size, 8), torch.ones(size), given).tolist()
+    def finish(self, name: str) -> None:
+        self.requests.update(SimpleNamespace(finished_req_ids={name}, scheduled_new_reqs=[]))
+
+    def factors(self, computed: dict[str, tuple[int, int]], greedy: list[int] | None = None) -> list[float] | None:
+        """The factors of a step that computes this first position and this number of positions of each request.
+
+        ``greedy``: the token of each greedy request, and −1 for the others.
+        """
+        firsts = np.array([first for first, _ in computed.values()])
+        counts = np.array([count for _, count in computed.values()])
+        size = len(computed)
+        self.perturber.begin(list(computed), firsts, counts, np.zeros(size, dtype=bool))
+        greedy_tokens = None if greedy is None else torch.tensor(greedy)
+        factors = self.perturber.temperature_factor(torch.zeros(size, 8), torch.ones(size), greedy_tokens)
+        return None if factors is None else factors.tolist()
 
 
 def test_a_position_has_its_temperature_however_it_is_computed() -> None:
     """A prompt of 7: the token at position 17 is the 10th, in a decode step, a chunk, or a recomputation of it all."""
-    step = Step(name="ead", variant="released")
-    step.add("a", 7, training_step=100)
-    step.add("b", 3)
-    hot, first = 2.2 - math.exp(10 / 10600), 2.2 - math.exp(20 / 600)
-    assert step.factor(["a", "b"], [16, 22], [1, 1]) == pytest.approx([hot, first])
-    assert step.factor(["b", "a"], [0, 9], [23, 8]) == pytest.approx([first, hot])
-    assert step.factor(["a"], [0], [17]) == pytest.approx([hot])
-    assert step.factor(["a"], [0], [4]) == [1.0], "a prompt in chunks: what it draws is thrown away"
+    rollout = Rollout(name="ead", variant="released")
+    rollout.add("a", 7, training_step=100)
+    rollout.add("b", 3)
+    of_a = 2.2 - math.exp(10 / 10600)
+    of_b = 2.2 - math.exp(20 / 600)
+    assert rollout.factors({"a": (16, 1), "b": (22, 1)}) == pytest.approx([of_a, of_b])
+    assert rollout.factors({"b": (0, 23), "a": (9, 8)}) == pytest.approx([of_b, of_a])
+    assert rollout.factors({"a": (0, 17)}) == pytest.approx([of_a])
+    assert rollout.factors({"a": (0, 4)}) == [1.0], "a prompt in chunks: what it draws is thrown away"
 
 
 def test_greedy_requests_and_those_without_a_schedule_keep_their_temperature() -> None:
-    step = Step(name="ead")
-    step.add("greedy", 5)
-    step.add("sampled", 5)
-    step.add("evaluation", 5, scheduled=False)
-    hot = 2.2 - math.exp(100 / 500)
-    names = ["greedy", "sampled", "evaluation"]
-    assert step.factor(names, [104] * 3, [1] * 3, [3, -1, -1]) == pytest.approx([1.0, hot, 1.0])
-    e3 = Step(name="e3")
-    e3.add("a", 5)
-    e3.perturber.begin(["a"], np.array([0]), np.array([5]), np.zeros(1, dtype=bool))
-    assert e3.perturber.temperature_factor(torch.zeros(1, 8), torch.ones(1), None) is None
+    rollout = Rollout(name="ead")
+    rollout.add("greedy", 5)
+    rollout.add("sampled", 5)
+    rollout.add("evaluation", 5, scheduled=False)
+    of_sampled = 2.2 - math.exp(100 / 500)
+    spans = {"greedy": (104, 1), "sampled": (104, 1), "evaluation": (104, 1)}
+    assert rollout.factors(spans, greedy=[3, -1, -1]) == pytest.approx([1.0, of_sampled, 1.0])
+
+
+def test_a_schedule_of_steps_has_no_factor_for_positions() -> None:
+    rollout = Rollout(name="e3")
+    rollout.add("a", 5)
+    assert rollout.factors({"a": (0, 5)}) is None
 
 
 def test_the_rollout_takes_a_responses_temperature() -> None:
     """Whatever the batch and its order, and where slots were used before."""
-    step = Step(name="ladder", least=0.5, most=2.0)
-    for i in range(3):
-        step.add(f"a{i}", 4, answer=i, answers=3)
-    step.add("alone", 4)
-    assert step.factor(["a2", "alone", "a0"], [4, 0, 9], [1, 4, 1]) == pytest.approx([2.0, 1.0, 0.5])
-    assert step.factor(["a1", "a2"], [0, 0], [4, 7]) == pytest.approx([1.0, 2.0])
-    step.requests.update(SimpleNamespace(finished_req_ids={"a2"}, scheduled_new_reqs=[]))
-    step.add("b", 4)
-    assert step.factor(["b", "a0"], [4, 10], [1, 1], [-1, 7]) == pytest.approx([1.0, 1.0]), "greedy ones keep theirs"
+    rollout = Rollout(name="ladder", least=0.5, most=2.0)
+    rollout.add("a0", 4, answer=0, answers=3)
+    rollout.add("a1", 4, answer=1, answers=3)
+    rollout.add("a2", 4, answer=2, answers=3)
+    rollout.add("alone", 4)
+    assert rollout.factors({"a2": (4, 1), "alone": (0, 4), "a0": (9, 1)}) == pytest.approx([2.0, 1.0, 0.5])
+    assert rollout.factors({"a1": (0, 4), "a2": (0, 7)}) == pytest.approx([1.0, 2.0])
+    rollout.finish("a2")
+    rollout.add("b", 4)
+    factors = rollout.factors({"b": (4, 1), "a0": (10, 1)}, greedy=[-1, 7])
+    assert factors == pytest.approx([1.0, 1.0]), "greedy ones keep theirs"
 
 
 def test_an_engine_reads_its_schedule() -> None:
-    given = {"sampling_schedule": {"name": "ead", "c": 3}}
-    assert settings.read_schedule(given).c == 3
-    assert settings.read(given).name == "none", "something must be attached"
-    assert settings.read({}) is None and settings.read_schedule({"perturbation": {"name": "soft"}}) is None
-    schedules = [None, *map(sampling_schedules.create, NAMES)]
-    assert len({settings.fingerprint(create("none"), each) for each in schedules}) == len(schedules)
+    config = {"sampling_schedule": {"name": "ead", "c": 3}}
+    assert settings.read_schedule(config).c == 3
+    assert settings.read(config).name == "none", "something must be attached"
+
+
+def test_an_engine_without_a_schedule() -> None:
+    assert settings.read({}) is None
+    assert settings.read_schedule({"perturbation": {"name": "soft"}}) is None
+
+
+def test_a_schedule_without_a_name_is_refused() -> None:
     with pytest.raises(UsageError, match=r"must be a dictionary with a 'name' \(e3, ead, edt, ladder or"):
         settings.read({"sampling_schedule": {"c": 3}})
 
 
+def test_the_fingerprint_of_an_engine_names_its_schedule() -> None:
+    schedules = [None, *map(sampling_schedules.create, NAMES)]
+    fingerprints = {settings.fingerprint(create("none"), schedule) for schedule in schedules}
+    assert len(fingerprints) == len(schedules)
+
+
 def test_the_perturber_is_told_the_temperature_that_was_drawn_with() -> None:
     """0.8 asked, factor 2: logits 3.2 / 1.6, and 1.6 for the record."""
-    told: list[list[float]] = []
+    calls: list[tuple[list[float], list[float]]] = []
 
     def finish(scaled: torch.Tensor, temperature: torch.Tensor, *_: Any) -> None:
-        told.append([*scaled[0].tolist(), *temperature.tolist()])
+        calls.append((scaled[0].tolist(), temperature.tolist()))
 
     perturber = SimpleNamespace(busy=True, temperature_factor=lambda *_: torch.tensor([2.0]), finish=finish)
     sampler = SimpleNamespace(logprobs_mode="raw_logprobs", sample=None)
+    sampling = SimpleNamespace(
+        temperature=torch.tensor([0.8]),
+        all_random=True,
+        all_greedy=False,
+        max_num_logprobs=None,
+        logitsprocs=SimpleNamespace(argmax_invariant=[]),
+        top_k=None,
+        top_p=None,
+    )
     sample = runners._sample_v1(sampler, SimpleNamespace(perturber=perturber))
-    given = {"temperature": torch.tensor([0.8]), "all_random": True, "all_greedy": False, "max_num_logprobs": None}
-    no_filters = {"logitsprocs": SimpleNamespace(argmax_invariant=[]), "top_k": None, "top_p": None}
-    sample(torch.tensor([[3.2, 0.0]]), SimpleNamespace(**given, **no_filters))
-    assert told == [pytest.approx([2.0, 0.0, 1.6])]
+    sample(torch.tensor([[3.2, 0.0]]), sampling)
+    ((scaled, temperature),) = calls
+    assert scaled == pytest.approx([2.0, 0.0])
+    assert temperature == pytest.approx([1.6])
 
 
 # --- in OpenRLHF ------------------------------------------------------------------------------------------------
 
 
-class Generator:
-    """As OpenRLHF's: asks an engine for eight answers at a temperature."""
+class Request(NamedTuple):
+    """What an engine is asked for."""
 
-    def __init__(self, asked: list[Any], **rollout: Any) -> None:
+    temperature: float
+    arguments: dict[str, Any]
+
+
+class Generator:
+    """As OpenRLHF's: asks an engine for eight responses at a temperature."""
+
+    def __init__(self, requests: list[Request], **rollout: Any) -> None:
         def remote(sampling_params: Any, **kwargs: Any) -> None:
-            asked.append((sampling_params.temperature, sampling_params.extra_args[KEY]))
+            requests.append(Request(sampling_params.temperature, sampling_params.extra_args[KEY]))
 
         self.vllm_engines = [SimpleNamespace(generate_responses=SimpleNamespace(remote=remote))]
         self.args = SimpleNamespace(rollout=SimpleNamespace(batch_size=8, **rollout))
@@ -149,70 +196,88 @@ class Generator:
         self.vllm_engines[0].generate_responses.remote(sampling_params=params, num_samples=8)
 
 
+def run_with_ead(monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
+    run_with(monkeypatch, sampling_schedule=sampling_schedules.create("ead", **options).spec())
+
+
 def test_requests_say_their_training_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    run_with(monkeypatch, sampling_schedule=sampling_schedules.create("ead").spec())
-    asked: list[Any] = []
-    generator = samples_generator.samples_generator(Generator)(asked)
+    run_with_ead(monkeypatch)
+    requests: list[Request] = []
+    generator = samples_generator.samples_generator(Generator)(requests)
     generator.generate_samples(temperature=0.8)
     generator.generate_eval_samples(temperature=0.6)
-    generator.rollout_round, generator.temperature_factor = 7, 1.5  # as from a checkpoint; as E3 sets it
+    generator.rollout_round = 7  # as from a checkpoint
+    generator.temperature_factor = 1.5  # as E3 sets it
     generator.generate_samples(temperature=0.8)
-    assert asked == [
+    assert requests == [
         (0.8, {"round": 1, "training_step": 0, "answers": 8}),
         (0.6, {"round": 1, "scheduled": False}),
         (pytest.approx(1.2), {"round": 8, "training_step": 7, "answers": 8}),
     ]
-    # An asynchronous run may draw the samples of several steps at once.
-    run_with(monkeypatch, sampling_schedule=sampling_schedules.create("ead", evaluation=True).spec())
-    asked.clear()
-    generator = samples_generator.samples_generator(Generator)(asked, vllm_generate_batch_size=24)
-    generator.generate_samples(), generator.generate_samples(), generator.generate_eval_samples(temperature=0.6)
-    assert [arguments["training_step"] for _, arguments in asked] == [0, 3, 3] and asked[2][0] == 0.6
-    generator.args.rollout.vllm_generate_batch_size, generator.rollout_round = 12, 4
+
+
+def test_an_asynchronous_run_may_draw_the_samples_of_several_steps_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """24 responses at once are three steps of eight; an evaluation that follows the schedule keeps its temperature."""
+    run_with_ead(monkeypatch, evaluation=True)
+    requests: list[Request] = []
+    generator = samples_generator.samples_generator(Generator)(requests, vllm_generate_batch_size=24)
     generator.generate_samples()
-    assert asked[3][1]["training_step"] == 6, "the fifth twelve of eights"
+    generator.generate_samples()
+    generator.generate_eval_samples(temperature=0.6)
+    assert [request.arguments["training_step"] for request in requests] == [0, 3, 3]
+    assert requests[2].temperature == 0.6
+
+    generator.args.rollout.vllm_generate_batch_size = 12
+    generator.rollout_round = 4
+    generator.generate_samples()
+    assert requests[3].arguments["training_step"] == 6, "the fifth twelve of eights"
 
 
-def test_answers_are_numbered_within_their_group() -> None:
-    """Three answers to a prompt, the same prompt a second time in the batch, and in the next round."""
-    seen: list[dict[str, Any]] = []
+def test_responses_are_numbered_within_their_group() -> None:
+    """Three responses to a prompt, the same prompt a second time in the batch, and in the next round."""
+    arguments: list[dict[str, Any]] = []
 
     class Executor:
         async def execute(self, **kwargs: Any) -> dict[str, Any]:
-            seen.append(_conversation.get().arguments)
+            arguments.append(_conversation.get().arguments)
             return {}
 
     executor = RecordingExecutor(Executor())
-    for round_ in (1, 1, 2):
-        params = SimpleNamespace(extra_args={KEY: {"round": round_, "training_step": 0, "answers": 3}})
+    for round_number in (1, 1, 2):
+        of_request = {"round": round_number, "training_step": 0, "answers": 3}
+        params = SimpleNamespace(extra_args={KEY: of_request})
         for _ in range(3):
             asyncio.run(executor.execute(prompt="p", sampling_params=params))
-    assert [given["answer"] for given in seen] == [0, 1, 2] * 3
-    assert len({given["sample"] for given in seen}) == 9
-    plain = SimpleNamespace(extra_args={KEY: {"round": 2, "scheduled": False}})
-    asyncio.run(executor.execute(prompt="p", sampling_params=plain))
-    assert "answer" not in seen[-1]
+    assert [of_response["answer"] for of_response in arguments] == [0, 1, 2] * 3
+    assert len({of_response["sample"] for of_response in arguments}) == 9
+
+    of_evaluation = SimpleNamespace(extra_args={KEY: {"round": 2, "scheduled": False}})
+    asyncio.run(executor.execute(prompt="p", sampling_params=of_evaluation))
+    assert "answer" not in arguments[-1]
 
 
 def test_a_round_is_a_batch_that_has_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     """OpenRLHF asks for one more batch where an episode's prompts have ended with one, and for single prompts in the
     place of filtered ones."""
-    run_with(monkeypatch, sampling_schedule=sampling_schedules.create("ead").spec())
-
-    asked: list[Any] = []
-    generator = samples_generator.samples_generator(Generator)(asked)
+    run_with_ead(monkeypatch)
+    requests: list[Request] = []
+    generator = samples_generator.samples_generator(Generator)(requests)
     for batches in ([["a"], ["b"]], [["a"]], [], [["a"]]):
         generator.generate_samples(batches=batches)
-    assert [(sent["round"], sent["training_step"]) for _, sent in asked] == [(1, 0), (1, 0), (2, 1), (3, 2)]
+    assert [request.arguments["round"] for request in requests] == [1, 1, 2, 3]
+    assert [request.arguments["training_step"] for request in requests] == [0, 0, 1, 2]
 
 
 class Trainer:
-    """As OpenRLHF's, with three training steps whose entropies are given."""
+    """As OpenRLHF's, with three training steps whose rollouts have these entropies."""
 
     tensorboard_logger = None
 
     def __init__(self, states: dict[str, Any], entropies: list[float]) -> None:
-        self.states, self.entropies, self.saved, self.temperatures = states, entropies, [], []
+        self.states = states
+        self.entropies = entropies
+        self.saved: list[dict[str, Any]] = []
+        self.temperatures: list[float] = []
         self.samples_generator = SimpleNamespace(temperature_factor=1.0)
         self.experience_maker = makers_state()
         self.prompts_dataloader = range(40)
@@ -244,36 +309,62 @@ class Trainer:
 
 
 def test_e3_over_a_run_and_a_resumed_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = sampling_schedules.create("e3").spec()
-    run_with(monkeypatch, sampling_schedule=spec)
+    """Ten steps in all; the target begins to fall after the sixth."""
+    run_with(monkeypatch, sampling_schedule=sampling_schedules.create("e3").spec())
     monkeypatch.setattr(trainer, "vocabulary", lambda model: 151936)
     entropies = [0.5, 0.25, 0.5]
-    trained = trainer.trainer(Trainer)({"global_step": 0}, entropies)
-    trained.fit()
-    # Ten steps in all; the target begins to fall after the sixth.
-    assert trainer.run_of(trained) == Run(10, 0.5, 151936)
+    uninterrupted = trainer.trainer(Trainer)({"global_step": 0}, entropies)
+    uninterrupted.fit()
+    assert trainer.run_of(uninterrupted) == Run(10, 0.5, 151936)
     third = 0.5 * (1 + 0.5 * 0.048101)
-    assert trained.temperatures == pytest.approx([0.5, 0.5, third], abs=1e-6)
-    assert trained.samples_generator.temperature_factor == pytest.approx(third / 0.5, abs=1e-6)
-    resumed = trainer.trainer(Trainer)(pickle.loads(pickle.dumps(trained.saved[1])), entropies)
+    assert uninterrupted.temperatures == pytest.approx([0.5, 0.5, third], abs=1e-6)
+    assert uninterrupted.samples_generator.temperature_factor == pytest.approx(third / 0.5, abs=1e-6)
+
+    after_two_steps = pickle.loads(pickle.dumps(uninterrupted.saved[1]))
+    resumed = trainer.trainer(Trainer)(after_two_steps, entropies)
     resumed.fit()
-    assert resumed.temperatures == trained.temperatures[2:] and resumed.past_steps == trained.past_steps
+    assert resumed.temperatures == uninterrupted.temperatures[2:]
+    assert resumed.past_steps == uninterrupted.past_steps
 
 
-def test_the_rollout_s_entropy_is_kept_and_logged(monkeypatch: pytest.MonkeyPatch) -> None:
-    run_with(monkeypatch, sampling_schedule=sampling_schedules.create("e3").spec())
-    experience = SimpleNamespace(
+def experience_with_rollout() -> SimpleNamespace:
+    """Three trained tokens, of log-probabilities −1, −3 and −2 in the rollout."""
+    return SimpleNamespace(
         rollout_log_probs=torch.tensor([[-1.0, -3.0], [-2.0, -9.0]]),
         action_log_probs=torch.tensor([[-1.5, -3.0], [-2.0, -9.0]]),
         action_mask=torch.tensor([[1, 1], [1, 0]]),
     )
-    correction = {"level": "token", "mode": "clip", "gating": "ratio", "threshold": [0.0, 10.0]}
-    advantage = SimpleNamespace(**{f"is_correction_{name}": value for name, value in correction.items()})
-    args = SimpleNamespace(algo=SimpleNamespace(advantage=advantage), actor=SimpleNamespace(policy_loss_type="ppo"))
-    made = maker(strategy=SimpleNamespace(args=args))
-    made.make_experience_batch([experience])
-    assert made.rollout_entropy == 2.0 and made.step_measures["sampling/entropy"] == 2.0
+
+
+def experience_maker(level: str) -> Any:
+    """An experience maker of a run with this level of importance weights."""
+    correction = SimpleNamespace(
+        is_correction_level=level,
+        is_correction_mode="clip",
+        is_correction_gating="ratio",
+        is_correction_threshold=[0.0, 10.0],
+    )
+    args = SimpleNamespace(
+        algo=SimpleNamespace(advantage=correction),
+        actor=SimpleNamespace(policy_loss_type="ppo"),
+    )
+    return maker(strategy=SimpleNamespace(args=args))
+
+
+def test_the_rollout_s_entropy_is_kept_and_logged(monkeypatch: pytest.MonkeyPatch) -> None:
+    run_with(monkeypatch, sampling_schedule=sampling_schedules.create("e3").spec())
+    made = experience_maker(level="token")
+    made.make_experience_batch([experience_with_rollout()])
+    assert made.rollout_entropy == 2.0
+    assert made.step_measures["sampling/entropy"] == 2.0
     assert made.step_measures["importance/weight"] == pytest.approx((math.exp(-0.5) + 2) / 3)
-    experience.rollout_log_probs, advantage.is_correction_level = None, "off"
+
+
+def test_a_step_without_log_probabilities_of_the_rollout_forgets_the_entropy(monkeypatch: pytest.MonkeyPatch) -> None:
+    run_with(monkeypatch, sampling_schedule=sampling_schedules.create("e3").spec())
+    made = experience_maker(level="off")
+    made.rollout_entropy = 2.0
+    experience = experience_with_rollout()
+    experience.rollout_log_probs = None
     made.make_experience_batch([experience])
     assert made.rollout_entropy is None

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.methods import tasks
@@ -17,7 +18,7 @@ from perturbations.errors import UsageError
 CHAT = "<|im_start|>user\nWhat is 7 + 5?<|im_end|>\n<|im_start|>assistant\n"
 
 
-def reward_of(flags: Any) -> Any:
+def reward_function_of(flags: Any) -> Any:
     """The function in a task's file, loaded as by OpenRLHF 0.11.2 (utils/agent.py)."""
     spec = importlib.util.spec_from_file_location("reward_func", flags["--reward.remote_url"])
     module = importlib.util.module_from_spec(spec)
@@ -29,51 +30,105 @@ def rows_of(file: str | Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in Path(file).read_text().splitlines()]
 
 
-def test_problems() -> None:
+def inputs_of(rows: list[dict[str, Any]]) -> set[str]:
+    return {row["input"] for row in rows}
+
+
+# --- arithmetic ----------------------------------------------------------------------------------------------
+
+
+def test_problems_are_the_same_every_time_and_held_out_ones_are_others() -> None:
     train, held_out = arithmetic.problems(rows=96)
-    assert (train, held_out) == arithmetic.problems(rows=96)
-    assert len({row["input"] for row in train}) == 48 and len(held_out) == 16
-    assert {row["input"] for row in train}.isdisjoint(row["input"] for row in held_out)
+    assert arithmetic.problems(rows=96) == (train, held_out)
+    assert len(inputs_of(train)) == 48
+    assert len(held_out) == 16
+    assert inputs_of(train).isdisjoint(inputs_of(held_out))
+
+
+def test_problems_are_sums_of_two_digits() -> None:
+    train, held_out = arithmetic.problems(rows=96)
     for row in train + held_out:
         words = row["input"].replace("?", "").split()
         a, b = (int(word) for word in words if word.isdigit())
-        assert {a, b} <= {*range(2, 10)} and int(row["label"]) == a + b
-
-
-def test_score() -> None:
-    right = ("12", "12<|im_end|>", "The answer is 12.<|im_end|>", "7 + 5 = 12", "**12**", "12.0", "17-12")
-    wrong = ("12, not 13", "7 + 5 = 1", "112", "12.5", "x12", "-12", "twelve", "")
-    assert [text for text in right if arithmetic.score(text, "12") != 1.0] == []
-    assert [text for text in wrong if arithmetic.score(text, "12") != 0.0] == []
-
-
-def test_reward_reads_the_answer_only() -> None:
-    assert answers.generated(CHAT + "12", CHAT) == "12"
-    # A prompt cut from the left does not match; the last turn's opening does.
-    assert answers.generated(CHAT[9:] + "12", CHAT) == "12"
-    assert arithmetic.reward_func([CHAT], [CHAT], ["5"])["rewards"].tolist() == [0.0]
-
-
-def test_file_for_openrlhf(tmp_path: Path) -> None:
-    """The reward is consumed as by OpenRLHF 0.11.2 (utils/agent.py)."""
-    import torch
-
-    flags = tasks.prepare("arithmetic", tmp_path)
-    reward_func = reward_of(flags)
-    info = reward_func([CHAT + "It is 12<|im_end|>"], [CHAT], ["12"])
-    assert torch.tensor([info["rewards"]]).tolist() == [1.0]
-    assert torch.tensor([info["scores"]]).shape == (1,)
-    assert {key: value.flatten()[0].item() for key, value in info["extra_logs"].items()} == {"answers_with_number": 1.0}
-    rows = rows_of(flags["--data.prompt_dataset"])
-    assert len(rows) == arithmetic.TRAIN_ROWS and set(rows[0]) == {"input", "label"}
-    given = Flags(["--data.prompt_dataset=mine.jsonl", "--data.apply_chat_template"])
-    added = given.with_defaults(flags).added
-    assert "--data.prompt_dataset" not in added and "--data.apply_chat_template" not in added
-    assert added[added.index("--data.label_key") + 1] == "label"
+        assert 2 <= a < 10
+        assert 2 <= b < 10
+        assert int(row["label"]) == a + b
 
 
 @pytest.mark.parametrize(
-    ("task", "says"),
+    "text",
+    [
+        "12",
+        "12<|im_end|>",
+        "The answer is 12.<|im_end|>",
+        "7 + 5 = 12",
+        "**12**",
+        "12.0",
+        "17-12",
+    ],
+)
+def test_right_texts(text: str) -> None:
+    assert arithmetic.score(text, "12") == 1.0
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "12, not 13",
+        "7 + 5 = 1",
+        "112",
+        "12.5",
+        "x12",
+        "-12",
+        "twelve",
+        "",
+    ],
+)
+def test_wrong_texts(text: str) -> None:
+    assert arithmetic.score(text, "12") == 0.0
+
+
+def test_the_generated_text_is_what_follows_the_prompt() -> None:
+    """A prompt cut from the left does not match; the last turn's opening does."""
+    assert answers.generated(CHAT + "12", CHAT) == "12"
+    assert answers.generated(CHAT[9:] + "12", CHAT) == "12"
+
+
+def test_the_reward_does_not_read_the_prompt() -> None:
+    """The prompt holds a 5."""
+    assert arithmetic.reward_func([CHAT], [CHAT], ["5"])["rewards"].tolist() == [0.0]
+
+
+def test_the_reward_s_file_for_openrlhf(tmp_path: Path) -> None:
+    """The reward is consumed as by OpenRLHF 0.11.2 (utils/agent.py)."""
+    reward_func = reward_function_of(tasks.prepare("arithmetic", tmp_path))
+    info = reward_func([CHAT + "It is 12<|im_end|>"], [CHAT], ["12"])
+    assert torch.tensor([info["rewards"]]).tolist() == [1.0]
+    assert torch.tensor([info["scores"]]).shape == (1,)
+    logged = {name: values.flatten()[0].item() for name, values in info["extra_logs"].items()}
+    assert logged == {"answers_with_number": 1.0}
+
+
+def test_the_prompts_file_for_openrlhf(tmp_path: Path) -> None:
+    flags = tasks.prepare("arithmetic", tmp_path)
+    rows = rows_of(flags["--data.prompt_dataset"])
+    assert len(rows) == arithmetic.TRAIN_ROWS
+    assert set(rows[0]) == {"input", "label"}
+
+
+def test_a_task_leaves_the_user_s_flags_alone(tmp_path: Path) -> None:
+    flags = Flags(["--data.prompt_dataset=mine.jsonl", "--data.apply_chat_template"])
+    added = flags.with_defaults(tasks.prepare("arithmetic", tmp_path)).added
+    assert "--data.prompt_dataset" not in added
+    assert "--data.apply_chat_template" not in added
+    assert added[added.index("--data.label_key") + 1] == "label"
+
+
+# --- names ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("task", "message"),
     [
         ("arithmetc", r"'arithmetc'\. Did you mean 'arithmetic'"),
         ("arithmetic:3", "arithmetic takes no argument. Write --task arithmetic"),
@@ -83,16 +138,35 @@ def test_file_for_openrlhf(tmp_path: Path) -> None:
         ("verifiers:mine", "unknown task 'verifiers'.* --train.agent_func_path for an environment"),
     ],
 )
-def test_arguments(task: str, says: str) -> None:
-    with pytest.raises(UsageError, match=says):
+def test_wrong_names_and_arguments(task: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
         tasks.check_name(task)
 
 
-def test_usage_names_the_arguments() -> None:
-    names = ["arithmetic", "math", "minimum_sum", "reasoning_gym", "shortcut", "star_graph", "two_peaks"]
-    assert tasks.available() == names
+def test_an_argument_in_brackets_may_be_left_out() -> None:
     tasks.check_name("shortcut")
-    assert tasks.usage()[:5] == ["arithmetic", "math:FILE", "minimum_sum", "reasoning_gym:DATASET", "shortcut[:FORM]"]
+
+
+def test_usage_names_the_arguments() -> None:
+    assert tasks.available() == [
+        "arithmetic",
+        "math",
+        "minimum_sum",
+        "reasoning_gym",
+        "shortcut",
+        "star_graph",
+        "two_peaks",
+    ]
+    assert tasks.usage()[:5] == [
+        "arithmetic",
+        "math:FILE",
+        "minimum_sum",
+        "reasoning_gym:DATASET",
+        "shortcut[:FORM]",
+    ]
+
+
+# --- reasoning_gym -------------------------------------------------------------------------------------------
 
 
 class TestReasoningGym:
@@ -106,38 +180,58 @@ class TestReasoningGym:
 
     @pytest.mark.more
     def test_files(self, tmp_path: Path) -> None:
-        # ransom_note iterates over sets of strings: without a fixed hash seed its problems change with the process.
-        names, folders = ("train.jsonl", "eval.jsonl"), [tmp_path / "one", tmp_path / "two"]
-        for folder in folders:
-            tasks.prepare("reasoning_gym:ransom_note", folder)
-        (train, held_out), again = ([rows_of(folder / name) for name in names] for folder in folders)
-        assert [train, held_out] == again
-        assert len(held_out) <= reasoning_gym.EVAL_ROWS and len(train) > 1000
-        assert {row["input"] for row in train}.isdisjoint(row["input"] for row in held_out)
+        """ransom_note iterates over sets of strings: without a fixed hash seed its problems change with the process."""
+        first = tmp_path / "one"
+        second = tmp_path / "two"
+        tasks.prepare("reasoning_gym:ransom_note", first)
+        tasks.prepare("reasoning_gym:ransom_note", second)
+        train = rows_of(first / "train.jsonl")
+        held_out = rows_of(first / "eval.jsonl")
+        assert rows_of(second / "train.jsonl") == train
+        assert rows_of(second / "eval.jsonl") == held_out
+        assert len(train) > 1000
+        assert len(held_out) <= reasoning_gym.EVAL_ROWS
+        assert inputs_of(train).isdisjoint(inputs_of(held_out))
         assert set(train[0]) == {"input", "label"}
 
     def test_its_own_scorer_decides(self) -> None:
         train, _ = reasoning_gym.generate("chain_sum", rows=4, held_out=4)
         label = train[0]["label"]
         answer = json.loads(label)["entry"]["answer"]
-        right = (f"I add them: <answer> {answer} </answer>", f"<think>12</think>\\boxed{{{answer}}}")
-        assert {reasoning_gym.score(text, label) for text in (*right, f"{answer}<|im_end|>")} == {1.0}
-        assert {reasoning_gym.score(text, label) for text in ("<answer>none</answer>", "")} == {0.0}
+        right_texts = (
+            f"I add them: <answer> {answer} </answer>",
+            f"<think>12</think>\\boxed{{{answer}}}",
+            f"{answer}<|im_end|>",
+        )
+        for text in right_texts:
+            assert reasoning_gym.score(text, label) == 1.0
+        for text in ("<answer>none</answer>", ""):
+            assert reasoning_gym.score(text, label) == 0.0
         # The base class gives a share for an answer that holds the right one: its length over the whole's.
-        assert reasoning_gym.score(f"<answer>={answer}</answer>", label) == len(answer) / (len(answer) + 1)
+        share = len(answer) / (len(answer) + 1)
+        assert reasoning_gym.score(f"<answer>={answer}</answer>", label) == share
 
     @pytest.mark.more
-    def test_every_dataset_survives_its_label(self) -> None:
+    def test_an_entry_survives_its_label(self) -> None:
         """Entries hold tuples and integer keys, which plain JSON turns into lists and text."""
-        entry = {"question": "?", "answer": "a", "metadata": {"pair": (1, (2, [3])), "by": {4: "x", (5, 6): "y"}}}
+        metadata = {"pair": (1, (2, [3])), "by": {4: "x", (5, 6): "y"}}
+        entry = {"question": "?", "answer": "a", "metadata": metadata}
         label = reasoning_gym.label_of("chain_sum", entry)
         assert json.loads(label, object_hook=reasoning_gym._unpacked)["entry"] == entry
+
+    @pytest.mark.more
+    @pytest.mark.parametrize("name", ["arc_agi", "rearc", "sudoku", "graph_color", "knights_knaves", "countdown"])
+    def test_every_dataset_survives_its_label(self, name: str) -> None:
         package = pytest.importorskip("reasoning_gym")
-        for name in ("arc_agi", "rearc", "sudoku", "graph_color", "knights_knaves", "countdown"):
-            data = package.create_dataset(name, seed=5, size=1)
-            entry, answer = data[0], str(data[0]["answer"])
-            label = reasoning_gym.label_of(name, entry)
-            assert reasoning_gym.score(f"<answer>{answer}</answer>", label) == data.score_answer(answer, entry), name
+        dataset = package.create_dataset(name, seed=5, size=1)
+        entry = dataset[0]
+        answer = str(entry["answer"])
+        label = reasoning_gym.label_of(name, entry)
+        score = reasoning_gym.score(f"<answer>{answer}</answer>", label)
+        assert score == dataset.score_answer(answer, entry)
+
+
+# --- a file of problems --------------------------------------------------------------------------------------
 
 
 def test_math_file(tmp_path: Path) -> None:
@@ -146,10 +240,11 @@ def test_math_file(tmp_path: Path) -> None:
     source.write_text(json.dumps({"problem": "Half of one?", "answer": "1/2"}) + "\n")
     flags = tasks.prepare(f"math:{source}", tmp_path / "task")
     (row,) = rows_of(flags["--data.prompt_dataset"])
-    assert row["label"] == "1/2" and row["input"][0]["content"].startswith("Half of one?")
+    assert row["label"] == "1/2"
+    assert row["input"][0]["content"].startswith("Half of one?")
     assert "--eval.dataset" not in flags
-    reward_func = reward_of(flags)
-    prompts = [CHAT] * 3
-    info = reward_func([CHAT + text for text in ("\\boxed{0.5}", "2", "hm")], prompts, ["1/2"] * 3)
+
+    texts = [CHAT + "\\boxed{0.5}", CHAT + "2", CHAT + "hm"]
+    info = reward_function_of(flags)(texts, [CHAT] * 3, ["1/2"] * 3)
     assert info["rewards"].tolist() == [1.0, 0.0, 0.0]
     assert info["extra_logs"]["answers_found"].tolist()[:2] == [1.0, 1.0]

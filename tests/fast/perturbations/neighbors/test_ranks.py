@@ -11,13 +11,15 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from perturbations.embeddings import ModelEmbeddings
 from perturbations.neighbors import ExactIndex
 from perturbations.neighbors.base import Shard, over_ranks
 from tests.support.own_process import run_two_ranks
 
-SIZE, HALF = 331, 168  # the second rank has five rows of padding
+SIZE = 331
+HALF = 168  # the second rank has five rows of padding
 
 
 @pytest.mark.more
@@ -26,7 +28,7 @@ def test_two_ranks_find_what_one_finds() -> None:
         assert output.split() == ["torch.float32", "torch.bfloat16"]
 
 
-def matrix() -> torch.Tensor:
+def full_matrix() -> Tensor:
     """With equal rows on both ranks, zero rows, and a token whose nearest ones are all of the other rank."""
     rows = torch.randn(SIZE, 24, generator=torch.Generator().manual_seed(3))
     rows[160:180] = rows[7]
@@ -35,34 +37,64 @@ def matrix() -> torch.Tensor:
     return rows
 
 
+def shard_of(matrix: Tensor, rank: int) -> Shard:
+    """A rank's half of a matrix that is padded to two equal halves."""
+    padding = torch.zeros(2 * HALF - SIZE, 24, dtype=matrix.dtype)
+    padded = torch.cat([matrix, padding])
+    first = rank * HALF
+    return Shard(padded[first : first + HALF].clone(), SIZE, first, over_ranks(dist.group.WORLD))
+
+
+def model_embeddings(matrix: Tensor | Shard) -> ModelEmbeddings:
+    return ModelEmbeddings(lambda ids: ids, lambda: matrix, token_texts=lambda: ["a"] * SIZE)
+
+
+def check_search(matrix: Tensor, shard: Shard) -> None:
+    """The shard's matrix, rows and neighbors are those of one rank, bit for bit."""
+    tokens = torch.arange(SIZE)
+    assert torch.equal(shard.whole(), matrix)
+    assert torch.equal(shard.lookup(tokens), matrix)
+    for metric in ("cosine", "l2", "l1", "dot"):
+        for queried in (tokens, tokens[:1], tokens[200:230]):
+            ids, scores = ExactIndex(matrix, metric, [5, 170]).query(queried, 4)
+            shard_ids, shard_scores = ExactIndex(shard, metric, [5, 170]).query(queried, 4)
+            assert torch.equal(ids, shard_ids), (matrix.dtype, metric)
+            assert torch.equal(scores, shard_scores), (matrix.dtype, metric)
+
+
+def check_drift(matrix: Tensor, shard: Shard) -> None:
+    """The scale, and the drift after a weight sync, are those of one rank."""
+    alone = model_embeddings(matrix)
+    shared = model_embeddings(shard)
+    assert torch.equal(alone.matrix(), shared.matrix())
+    torch.testing.assert_close(alone.rms(), shared.rms(), rtol=1e-7, atol=0.0)
+
+    tokens = torch.arange(40)
+    for refresh in ("every_sync", "never"):
+        alone.index("l2", skip_same_word=True, refresh=refresh).query(tokens, 2)
+        shared.index("l2", skip_same_word=True, refresh=refresh).query(tokens, 2)
+    matrix.add_(0.5 * matrix.roll(1, 1))
+    shard.rows.add_(0.5 * shard.rows.roll(1, 1))
+    alone.refresh()
+    shared.refresh()
+    assert alone.drift() == shared.drift()
+    assert alone.drift().changed > 0
+
+
 def main(rank: int, port: str) -> None:
     torch.set_num_threads(1)
-    store = f"tcp://127.0.0.1:{port}"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
-    group, tokens = dist.group.WORLD, torch.arange(SIZE)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"tcp://127.0.0.1:{port}",
+        rank=rank,
+        world_size=2,
+        timeout=timedelta(seconds=60),
+    )
     for dtype in (torch.float32, torch.bfloat16):
-        whole = matrix().to(dtype)
-        padded = torch.cat([whole, torch.zeros(2 * HALF - SIZE, 24, dtype=dtype)])
-        shard = Shard(padded[rank * HALF : (rank + 1) * HALF].clone(), SIZE, rank * HALF, over_ranks(group))
-        assert torch.equal(shard.whole(), whole) and torch.equal(shard.lookup(tokens), whole)
-        for metric in ("cosine", "l2", "l1", "dot"):
-            for given in (tokens, tokens[:1], tokens[200:230]):
-                want, found = (ExactIndex(part, metric, [5, 170]).query(given, 4) for part in (whole, shard))
-                assert torch.equal(want[0], found[0]) and torch.equal(want[1], found[1]), (dtype, metric)
-        alone, shared = (
-            ModelEmbeddings(lambda ids: ids, lambda part=part: part, token_texts=lambda: ["a"] * SIZE)
-            for part in (whole, shard)
-        )
-        assert torch.equal(alone.matrix(), shared.matrix())
-        torch.testing.assert_close(alone.rms(), shared.rms(), rtol=1e-7, atol=0.0)
-        for refresh in ("every_sync", "never"):
-            for asked in (alone, shared):
-                asked.index("l2", skip_same_word=True, refresh=refresh).query(tokens[:40], 2)
-        shard.rows.add_(0.5 * shard.rows.roll(1, 1))
-        whole.add_(0.5 * whole.roll(1, 1))
-        for asked in (alone, shared):
-            asked.refresh()
-        assert alone.drift() == shared.drift() and alone.drift().changed > 0
+        matrix = full_matrix().to(dtype)
+        shard = shard_of(matrix, rank)
+        check_search(matrix, shard)
+        check_drift(matrix, shard)
         print(dtype, flush=True)
     dist.barrier()
     dist.destroy_process_group()  # its threads, left to the interpreter, may abort the process at its end

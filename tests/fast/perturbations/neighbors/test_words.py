@@ -34,20 +34,20 @@ SAME = [
     " +|+",
 ]
 DIFFERENT = [
-    "need|nee",
-    "bed|b",
-    "thing|th",
-    "string|str",
-    "his|hi",
-    "this|thi",
-    "class|cla",
-    "she|shed",
-    "quick|quickly",
-    "привет|привета",
-    "12|13",
-    " |  ",
-    "\n|\n\n",
-    "<|im_start|>|<|im_end|>",
+    ("need", "nee"),
+    ("bed", "b"),
+    ("thing", "th"),
+    ("string", "str"),
+    ("his", "hi"),
+    ("this", "thi"),
+    ("class", "cla"),
+    ("she", "shed"),
+    ("quick", "quickly"),
+    ("привет", "привета"),
+    ("12", "13"),
+    (" ", "  "),
+    ("\n", "\n\n"),
+    ("<|im_start|>", "<|im_end|>"),
 ]
 
 
@@ -56,10 +56,9 @@ def test_same_words(group: str) -> None:
     assert len({word_key(text) for text in group.split("|")}) == 1
 
 
-@pytest.mark.parametrize("pair", DIFFERENT)
-def test_different_words(pair: str) -> None:
-    one, two = pair.split("|>|<|") if "im_" in pair else pair.split("|")
-    assert word_key(one) != word_key(two)
+@pytest.mark.parametrize(("first", "second"), DIFFERENT)
+def test_different_words(first: str, second: str) -> None:
+    assert word_key(first) != word_key(second)
 
 
 def test_broken_characters_are_no_word() -> None:
@@ -72,33 +71,67 @@ def test_broken_characters_are_no_word() -> None:
 # On a line, from token 0:   1  2  3  4  5     distances by L2
 #                            1  2  5  3  9
 TEXTS = [" apple", "apple", " Apple", " pear", "apples", " plum"]
-LINE = torch.tensor([[0.0, 0.0], [1.0, 0.0], [2.0, 0.0], [5.0, 0.0], [3.0, 0.0], [9.0, 0.0]])
+LINE = torch.tensor(
+    [
+        [0.0, 0.0],
+        [1.0, 0.0],
+        [2.0, 0.0],
+        [5.0, 0.0],
+        [3.0, 0.0],
+        [9.0, 0.0],
+    ]
+)
 
 
 def test_other_words_by_hand() -> None:
     index = OtherWords(ExactIndex(LINE, "l2"), word_numbers(TEXTS, 6))
     ids, scores = index.query(torch.tensor([0, 3]), 2)
-    assert ids.tolist() == [[3, 5], [4, 2]] and scores.tolist() == [[-5.0, -9.0], [-2.0, -3.0]]
-    # Just two other words for token 0: the nearest of the same word fill the row up.
-    assert index.query(torch.tensor([0]), 4)[0].tolist() == [[3, 5, 1, 2]]
+    assert ids.tolist() == [[3, 5], [4, 2]]
+    assert scores.tolist() == [[-5.0, -9.0], [-2.0, -3.0]]
 
 
-def test_the_search_widens_once_and_then_fills_up() -> None:
+def test_the_nearest_of_the_same_word_fill_a_row_up() -> None:
+    """There are just two other words for token 0."""
+    index = OtherWords(ExactIndex(LINE, "l2"), word_numbers(TEXTS, 6))
+    ids, _ = index.query(torch.tensor([0]), 4)
+    assert ids.tolist() == [[3, 5, 1, 2]]
+
+
+@pytest.mark.parametrize(
+    ("spellings", "neighbor"),
+    [
+        (8, 9),
+        (9, 10),
+        (71, 72),
+        (72, 1),
+    ],
+)
+def test_the_search_widens_once_and_then_fills_up(spellings: int, neighbor: int) -> None:
     """Token 0 and its n spellings at 1, 2, … n, then other words. k + 8 = 9 are looked at, then 8 · 9 = 72."""
-    for spellings, want in [(8, 9), (9, 10), (71, 72), (72, 1)]:
-        places = torch.arange(100.0).unsqueeze(-1) * torch.tensor([[1.0, 0.0]])
-        texts = ["word"] * (spellings + 1) + [f"other{i}x" for i in range(99 - spellings)]
-        index = OtherWords(ExactIndex(places, "l2"), word_numbers(texts, 100))
-        assert index.query(torch.tensor([0]), 1)[0].tolist() == [[want]], spellings
+    places = torch.zeros(100, 2)
+    places[:, 0] = torch.arange(100.0)
+    spellings_of_word = ["word"] * (spellings + 1)
+    other_words = [f"other{number}x" for number in range(99 - spellings)]
+    index = OtherWords(ExactIndex(places, "l2"), word_numbers(spellings_of_word + other_words, 100))
+    ids, _ = index.query(torch.tensor([0]), 1)
+    assert ids.tolist() == [[neighbor]]
 
 
-def test_through_the_geometry_and_the_perturbation() -> None:
+def test_embeddings_skip_the_same_word_where_asked() -> None:
     embeddings = matrix_embeddings(LINE, texts=TEXTS)
-    assert embeddings.index("l2").query(torch.tensor([0]), 2)[0].tolist() == [[1, 2]]
-    assert embeddings.index("l2", skip_same_word=True).query(torch.tensor([0]), 2)[0].tolist() == [[3, 5]]
-    untold = ModelEmbeddings(lambda ids: LINE[ids], lambda: LINE)
+    ids, _ = embeddings.index("l2").query(torch.tensor([0]), 2)
+    assert ids.tolist() == [[1, 2]]
+    ids, _ = embeddings.index("l2", skip_same_word=True).query(torch.tensor([0]), 2)
+    assert ids.tolist() == [[3, 5]]
+
+
+def test_embeddings_without_texts_cannot_skip_the_same_word() -> None:
+    without_texts = ModelEmbeddings(lambda ids: LINE[ids], lambda: LINE)
     with pytest.raises(ValueError, match="token_texts"):
-        untold.index("l2", skip_same_word=True)
+        without_texts.index("l2", skip_same_word=True)
+
+
+def test_the_same_word_is_not_skipped_by_default() -> None:
     assert create("neighbor").skip_same_word is False
 
 
