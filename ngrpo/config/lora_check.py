@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The names in ``--ds.lora.target_modules``, compared with the modules of the run's model before the model is loaded."""
+"""The names in ``--ds.lora.target_modules`` against the modules of the run's model, before the model is loaded."""
 
 from collections.abc import Sequence
 from difflib import get_close_matches
