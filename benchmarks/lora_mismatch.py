@@ -1,38 +1,47 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m benchmarks.lora_mismatch [MODEL]``: what a merge costs in bfloat16, and a weight sync with LoRA.
+"""``python -m benchmarks.lora_mismatch [MODEL]``: what LoRA's merge costs in bfloat16, and its half of a weight sync.
 
-One engine has merged weights and another one applies the adapter beside the base model's weights. Both roll out, and
-PEFT's model computes the log-probabilities of the rolled-out tokens. With bitsandbytes installed, QLoRA is measured
-too. The tables of docs/models.md and docs/training.md are printed.
+The engine's side is a transformers model with the merged weights, so that the differences are the merge's and not the
+engine's kernels'. With bitsandbytes installed, QLoRA is measured too. The tables of docs/models.md and docs/training.md
+are printed.
 """
 
-import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ngrpo.machine.models import four_bit, lora, packaged
-from ngrpo.trainers.common.weights_file import load_weights_file
 
-QUESTIONS = [f"Add {number} and {3 * number}, step by step." for number in range(7, 15)]
-TOKENS = 48
+TEXTS = [
+    "The quick brown fox jumps over the lazy dog and then runs away from the farmer who",
+    "What is 17 + 25? Let us compute: 17 + 25 = 42. The answer is 42. Next, what is 3 times 9?",
+    "Rain falls on the hills, gathers in streams, and reaches the sea after many days.",
+    "A prime number has exactly two divisors: 2, 3, 5, 7 and 11 are the first five of them.",
+]
 RANK = 16
 REPEATS = 3
 DTYPE = torch.bfloat16
 
 
+def load(folder: str, **options: Any) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, **{"dtype": DTYPE, **options}).eval()
+
+
 def trainer(folder: str, *, in_four_bit: bool = False) -> Any:
     """The model that OpenRLHF trains, with adapters on all linear layers; their B is not zero, as after training."""
     from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+    from transformers import BitsAndBytesConfig
 
-    options: dict[str, Any] = {"dtype": DTYPE}
+    options: dict[str, Any] = {}
     if in_four_bit:
         options["quantization_config"] = BitsAndBytesConfig(
             load_in_4bit=True,
@@ -40,133 +49,111 @@ def trainer(folder: str, *, in_four_bit: bool = False) -> Any:
             bnb_4bit_use_double_quant=True,
             bnb_4bit_compute_dtype=DTYPE,
         )
-    base = AutoModelForCausalLM.from_pretrained(folder, **options)
+    base = load(folder, **options)
     four_bit.prepare(base)
     settings = LoraConfig(task_type="CAUSAL_LM", r=RANK, lora_alpha=2 * RANK, target_modules="all-linear")
     model = get_peft_model(base, settings).eval()
     generator = torch.Generator().manual_seed(1)
     for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            parameter.data = (0.01 * torch.randn(parameter.shape, generator=generator)).to(DTYPE)
-        elif parameter.is_floating_point():
-            parameter.data = parameter.data.to(DTYPE)
+        if "lora_A" in name:
+            parameter.data = (0.04 * torch.randn(parameter.shape, generator=generator)).to(DTYPE)
+        elif "lora_B" in name:
+            parameter.data = (0.02 * torch.randn(parameter.shape, generator=generator)).to(DTYPE)
     return model
 
 
-def engine_of(folder: str, **options: Any) -> Any:
-    """An engine in this process, so that a weight sync can call a function in its worker."""
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    from vllm import LLM
-
-    settings = {"max_model_len": 256, "max_num_seqs": 16, "kv_cache_memory_bytes": 1 << 27, "enforce_eager": True}
-    return LLM(folder, dtype="bfloat16", distributed_executor_backend="uni", **settings, **options)
+def engine_of(folder: str, weights: dict[str, Tensor]) -> Any:
+    """The base model with an engine's weights."""
+    engine = load(folder)
+    engine.load_state_dict(weights, strict=False)
+    return engine
 
 
-def send(engine: Any, weights: dict[str, torch.Tensor], folder: Path) -> int:
-    """Sends weights by a file, as a training on a CPU does; returns their bytes."""
-    from safetensors.torch import save_file
-
-    path = folder / "weights.safetensors"
-    save_file({name: tensor.detach().contiguous() for name, tensor in weights.items()}, path)
-    engine.llm_engine.collective_rpc(load_weights_file, args=(str(path),))
-    engine.reset_prefix_cache()
-    return path.stat().st_size
-
-
-def merged(model: Any) -> dict[str, torch.Tensor]:
+def merged(model: Any) -> dict[str, Tensor]:
     return {weight.name: weight.merged() for weight in lora.engine_weights(model)}
 
 
-def on_whole_weights(folder: str, model: Any) -> dict[str, torch.Tensor]:
-    """The adapters of a QLoRA model on the checkpoint's own weights."""
-    from transformers import AutoModelForCausalLM
+def on_the_checkpoint(folder: str, model: Any) -> dict[str, Tensor]:
+    """The adapters of a QLoRA model merged into the checkpoint's own weights."""
+    checkpoint = dict(load(folder).named_parameters())
+    return {
+        weight.name: (checkpoint[weight.name].detach().float() + lora.update_of(weight.adapter)).to(DTYPE)
+        for weight in lora.engine_weights(model)
+        if weight.adapter is not None
+    }
 
-    whole = dict(AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPE).named_parameters())
-    weights = {}
-    for weight in lora.engine_weights(model):
-        base = whole[weight.name].detach()
-        weights[weight.name] = base
-        if weight.adapter is not None:
-            weights[weight.name] = (base.float() + lora.update_of(weight.adapter)).to(DTYPE)
-    return weights
+
+def tokens_of(folder: str) -> list[Tensor]:
+    """The tokens of each text, (1, T)."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    return [tokenizer(text, return_tensors="pt").input_ids for text in TEXTS]
 
 
 @torch.no_grad()
-def mismatch(engine: Any, model: Any, adapter: Any = None) -> str:
-    """Mean and largest |Δ log p| of a rollout between an engine and the trainer's model, as cells of a table."""
-    from vllm import SamplingParams
-
-    sampling = SamplingParams(temperature=1.0, max_tokens=TOKENS, ignore_eos=True, logprobs=0, seed=1)
-    outputs = engine.generate(QUESTIONS, sampling, use_tqdm=False, lora_request=adapter)
-    differences = []
-    for output in outputs:
-        response = output.outputs[0]
-        sequence = torch.tensor([[*output.prompt_token_ids, *response.token_ids]])
-        log_probs = model(sequence).logits[0, :-1].float().log_softmax(-1)
-        of_tokens = log_probs.gather(-1, sequence[0, 1:, None])[-TOKENS:, 0]
-        engine_log_probs = [step[token].logprob for token, step in zip(response.token_ids, response.logprobs)]
-        differences.append((of_tokens - torch.tensor(engine_log_probs)).abs())
-    difference = torch.cat(differences)
-    return f"{difference.mean():.1e} | {difference.max():.1e}"
+def log_probs(model: Any, sequences: list[Tensor]) -> Tensor:
+    """Of all tokens after the first of each text, one after the other."""
+    values = []
+    for sequence in sequences:
+        logits = model(sequence).logits[0, :-1].float().log_softmax(-1)
+        values.append(logits.gather(-1, sequence[0, 1:, None])[:, 0])
+    return torch.cat(values)
 
 
-def seconds_of(sync: Callable[[], int]) -> tuple[float, int]:
-    started = time.perf_counter()
-    sent = sync()
-    return time.perf_counter() - started, sent
+def row(name: str, one: Tensor, other: Tensor) -> str:
+    difference = (one - other).abs()
+    return f"| {name} | {difference.mean():.1e} | {difference.max():.1e} |"
 
 
-def syncs(engine: Any, model: Any, folder: Path) -> list[str]:
-    """Rows of a full training's sync and of LoRA's, in turns so that the machine's other load meets all of them."""
+def mismatches(folder: str) -> Iterator[str]:
+    """Mean and largest |Δ log p| between two sides, as rows of a table."""
+    from transformers.utils import is_bitsandbytes_available
 
-    def of_full_training() -> int:
-        return send(engine, dict(lora.base_parameters(model)), folder)
+    sequences = tokens_of(folder)
+    model = trainer(folder)
+    beside = log_probs(model, sequences)
+    in_merged = log_probs(engine_of(folder, merged(model)), sequences)
+    exact = log_probs(model.float(), sequences)
+    yield row("LoRA: merged weights, trainer", in_merged, beside)
+    yield row("LoRA: merged weights, trainer in float32", in_merged, exact)
+    yield row("LoRA: adapters beside the weights, trainer in float32", beside, exact)
+    if is_bitsandbytes_available():
+        model = trainer(folder, in_four_bit=True)
+        of_trainer = log_probs(model, sequences)
+        dequantised = log_probs(engine_of(folder, merged(model)), sequences)
+        yield row("QLoRA: merged dequantised weights, trainer", dequantised, of_trainer)
+        checkpoint = log_probs(engine_of(folder, on_the_checkpoint(folder, model)), sequences)
+        yield row("QLoRA: adapters merged into the checkpoint, trainer", checkpoint, of_trainer)
 
-    def of_adapters() -> int:
-        return send(engine, merged(model), folder)
 
-    times: dict[str, list[tuple[float, int]]] = {"all weights": [], "LoRA": []}
-    for _ in range(REPEATS):
-        times["all weights"].append(seconds_of(of_full_training))
-        times["LoRA"].append(seconds_of(of_adapters))
-    rows = []
-    for name, measured in times.items():
-        seconds = median(duration for duration, _ in measured)
-        rows.append(f"| {name} | {measured[0][1] / 1e6:.0f} MB | {seconds:.2f} s |")
-    on_gpus = sum(weight.merged().nbytes for weight in lora.changed_weights(model))
-    rows.append(f"| LoRA, between GPUs | {on_gpus / 1e6:.0f} MB | – |")
-    return rows
+def sync_costs(folder: str) -> list[str]:
+    """Bytes and the trainer's seconds of a sync, in float32; in turns, so that the machine's other load meets both."""
+    from safetensors.torch import save_file
+
+    model = trainer(folder).float()
+    durations: dict[str, list[float]] = {"full training": [], "LoRA": []}
+    with tempfile.TemporaryDirectory() as temporary:
+        path = Path(temporary) / "weights.safetensors"
+        for _ in range(REPEATS):
+            for name, measured in durations.items():
+                started = time.perf_counter()
+                base = {weight: tensor.detach() for weight, tensor in lora.base_parameters(model).items()}
+                save_file(merged(model) if name == "LoRA" else base, path)
+                measured.append(time.perf_counter() - started)
+        size = path.stat().st_size / 1e6
+    changed = sum(weight.merged().nbytes for weight in lora.changed_weights(model)) / 1e6
+    rows = [f"| {name}, by file | {size:.0f} MB | {median(measured):.2f} s |" for name, measured in durations.items()]
+    return [*rows, f"| LoRA, between GPUs | {changed:.0f} MB | – |"]
 
 
 def main(name: str) -> None:
-    from transformers.utils import is_bitsandbytes_available
-    from vllm.lora.request import LoRARequest
-
     folder = packaged.resolve(name)
-    model = trainer(folder)
-    print("| engine | trainer | mean | largest |\n| --- | --- | --- | --- |")
-    with tempfile.TemporaryDirectory() as temporary:
-        path = Path(temporary)
-        engine = engine_of(folder)
-        with model.disable_adapter():
-            print(f"| the checkpoint | without adapters | {mismatch(engine, model)} |", flush=True)
-        send(engine, merged(model), path)
-        print(f"| merged weights | LoRA | {mismatch(engine, model)} |", flush=True)
-        rows = syncs(engine, model, path)
-        if is_bitsandbytes_available():
-            quantised = trainer(folder, in_four_bit=True)
-            send(engine, merged(quantised), path)
-            print(f"| merged weights, dequantised | QLoRA | {mismatch(engine, quantised)} |", flush=True)
-            send(engine, on_whole_weights(folder, quantised), path)
-            print(f"| adapters on the checkpoint | QLoRA | {mismatch(engine, quantised)} |", flush=True)
-        del engine
-        model.save_pretrained(path / "adapter")
-        with_adapters = engine_of(folder, enable_lora=True, max_lora_rank=RANK)
-        adapter = LoRARequest("adapter", 1, str(path / "adapter"))
-        print(f"| adapter beside the weights | LoRA | {mismatch(with_adapters, model, adapter)} |", flush=True)
-    print("\n| a weight sync by file | sent | median |\n| --- | --- | --- |")
-    print("\n".join(rows), flush=True)
+    print("| weight sync | sent | trainer's part |\n| --- | --- | --- |")
+    print("\n".join(sync_costs(folder)), flush=True)
+    print("\n| sides | mean | largest |\n| --- | --- | --- |", flush=True)
+    for line in mismatches(folder):
+        print(line, flush=True)
 
 
 if __name__ == "__main__":
