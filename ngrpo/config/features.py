@@ -328,6 +328,7 @@ def mixture_in_step(combination: Combination) -> str:
 
 
 IN_VERL = when("verl", lambda combination: True)
+VERL_MASK = when("+perturbation.correct_mask=true", lambda combination: combination.arguments.get("correct_mask"))
 IN_TRL = when("TRL", lambda combination: True)
 WITHOUT_VLLM = when("use_vllm=False", lambda combination: not getattr(combination.settings, "use_vllm", False))
 VLLM_SERVER = when(
@@ -338,9 +339,14 @@ LIGER = when("use_liger_kernel", lambda combination: getattr(combination.setting
 
 @partial(when, "top_p, top_k, min_p or repetition_penalty with vllm_importance_sampling_correction")
 def filtered_weights(combination: Combination) -> bool:
-    """Whether TRL weighs tokens by importance that filters of the rollout's sampling or a penalty have changed."""
+    """Whether TRL weighs tokens by importance that filters of the rollout's sampling or a penalty have changed.
+
+    With ``correct_mask=True`` the trainer's log-probabilities are of the filtered distribution too.
+    """
     settings = combination.settings
-    neutral = {"top_p": (None, 1.0), "top_k": (None, 0, -1), "min_p": (None, 0.0), "repetition_penalty": (None, 1.0)}
+    neutral: dict[str, tuple[float | None, ...]] = {"repetition_penalty": (None, 1.0)}
+    if not combination.arguments.get("correct_mask"):
+        neutral |= {"top_p": (None, 1.0), "top_k": (None, 0, -1), "min_p": (None, 0.0)}
     filtered = any(getattr(settings, name, None) not in values for name, values in neutral.items())
     return filtered and bool(getattr(settings, "vllm_importance_sampling_correction", False))
 

@@ -24,6 +24,7 @@ from ngrpo.config import compatibility
 from ngrpo.config.feature_kinds import Combination
 from ngrpo.rollout import records, settings
 from ngrpo.trainers.common.weights_file import reload_weights
+from ngrpo.trainers.trl_head import corrected_head
 from perturbations import FinishedTrajectory, registry, replaying
 from perturbations.parameters import freeze
 from perturbations.replay.routing import RoutingScope
@@ -39,6 +40,7 @@ class PerturbedGRPOTrainer(GRPOTrainer):
     Args:
         perturbation: a spec for :func:`perturbations.create`; ``{"name": "none"}`` for none.
         replay_routing: for a mixture of experts: forwards take the experts that the rollouts chose.
+        correct_mask: under ``top_p``, ``top_k`` or ``min_p``: log-probabilities are over the tokens that these left.
         vllm_options: further keyword arguments of the colocated ``vllm.LLM``, such as ``enforce_eager``.
 
     Raises:
@@ -50,19 +52,29 @@ class PerturbedGRPOTrainer(GRPOTrainer):
         *args: object,
         perturbation: Mapping[str, Any],
         replay_routing: bool = False,
+        correct_mask: bool = False,
         vllm_options: Mapping[str, Any] | None = None,
         **kwargs: object,
     ) -> None:
         self._perturbation = registry.create(**perturbation)
         config = kwargs.get("args") or next((argument for argument in args if hasattr(argument, "use_vllm")), None)
-        combination = Combination(parts={"perturbation": self._perturbation}, settings=config, arguments=kwargs)
+        combination = Combination(
+            parts={"perturbation": self._perturbation},
+            settings=config,
+            arguments={**kwargs, "correct_mask": correct_mask},
+        )
         compatibility.check(compatibility.TRL, combination)
         # Of the last rollouts of training (True) and of evaluation (False): TRL keeps training batches meanwhile.
         self._rollouts: dict[bool, list[FinishedTrajectory]] = {True: [], False: []}
         # Which of these the next forward is of; None for all, in their order.
         self._in_forward: list[int] | None = None
         self._replay_routing = replay_routing
-        of_engine = {settings.KEY: self._perturbation.spec(), settings.ROUTED_EXPERTS: replay_routing}
+        self._correct_mask = correct_mask
+        of_engine = {
+            settings.KEY: self._perturbation.spec(),
+            settings.ROUTED_EXPERTS: replay_routing,
+            settings.SAMPLING_MASKS: correct_mask,
+        }
         with _perturbed_engine({**(vllm_options or {}), "additional_config": of_engine}):
             super().__init__(*args, **kwargs)
         freeze(self.accelerator.unwrap_model(self.model), self._perturbation)
@@ -124,6 +136,8 @@ class PerturbedGRPOTrainer(GRPOTrainer):
             chunk = slice(start, start + size)
             mask = attention_mask[chunk]
             with ExitStack() as stack:
+                if self._correct_mask:
+                    stack.enter_context(corrected_head(rollouts[chunk], mask, logits_to_keep))
                 recorded = [rollout.record for rollout in rollouts[chunk]]
                 stack.enter_context(replaying(replayed, recorded, mask, self._perturbation))
                 if routing is not None:

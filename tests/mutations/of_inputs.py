@@ -76,8 +76,8 @@ MUTATIONS = {
         (".clamp(-20.0, 20.0)", "", "the mean ratio overflows"),
     ],
     (_LOSS, _MASKED): [
-        ("(token_rows[inside] - 1)", "token_rows[inside]", "sampling mask: a row too late"),
-        ("scores[is_label] - highest -", "scores[is_label] -", "sampling mask: the largest score is not put back"),
+        ("token_rows[inside] - 1, sets", "token_rows[inside], sets", "sampling mask: a row too late"),
+        ("scores[is_drawn] - highest -", "scores[is_drawn] -", "sampling mask: the largest score is not put back"),
     ],
     (_STORE, _STORED): [
         ("np.delete(vocabulary, ids) if cut else ids", "ids", "sampling mask: tokens cut for tokens left"),

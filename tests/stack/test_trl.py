@@ -14,7 +14,8 @@ SPEC = {"name": "neighbor", "rate": 0.5, "mix_temperature": 3.0}
 ENGINE = {"enforce_eager": True, "dtype": "float32", "kv_cache_memory_bytes": 1 << 28}
 
 
-def trainer(folder: Path, model: str, **given: Any) -> Any:
+def trainer(folder: Path, model: str, config: dict[str, Any] | None = None, **given: Any) -> Any:
+    """A trainer of two steps; ``config`` is of TRL's configuration, ``given`` of the trainer."""
     from datasets import Dataset
     from trl import GRPOConfig
 
@@ -25,6 +26,7 @@ def trainer(folder: Path, model: str, **given: Any) -> Any:
     options |= {"gradient_accumulation_steps": 2, "num_generations": 4, "max_completion_length": 12, "max_steps": 2}
     options |= {"learning_rate": 1e-4, "lr_scheduler_type": "constant", "beta": 0.01, "seed": 3}
     quiet = {"logging_steps": 1, "report_to": [], "save_strategy": "no"}
+    options |= config or {}
     args = GRPOConfig(output_dir=str(folder), model_init_kwargs={"dtype": "float32"}, **options, **quiet)
     rows = Dataset.from_list([{"prompt": [{"role": "user", "content": f"What is {n} + 7?"}]} for n in range(2, 10)])
 
@@ -33,6 +35,26 @@ def trainer(folder: Path, model: str, **given: Any) -> Any:
 
     settings = {"perturbation": SPEC, "vllm_options": ENGINE, **given}
     return PerturbedGRPOTrainer(model, reward, args=args, train_dataset=rows, eval_dataset=rows, **settings)
+
+
+@pytest.mark.parametrize("perturbation", [SPEC, {"name": "none"}], ids=["neighbor", "none"])
+def test_log_probabilities_among_the_tokens_that_sampling_left(
+    perturbation: dict[str, Any], tmp_path: Path, smollm2: str
+) -> None:
+    """Rollouts of top-k 20 and top-p 0.9 at temperature 1.2: old log-probabilities agree with vLLM's to 1e-4, under the
+    first weights and after an update, and TRL weighs each token by 1."""
+    filters = {"top_k": 20, "top_p": 0.9, "temperature": 1.2}
+    made = trainer(tmp_path, smollm2, filters, perturbation=perturbation, correct_mask=True)
+    made.train()
+    logged = [entry for entry in made.state.log_history if "perturbation/gap_max" in entry]
+    assert len(logged) == 2 and all(entry["perturbation/gap_max"] <= 1e-4 for entry in logged), logged
+    assert all(entry["kl"] >= 0.0 and entry["grad_norm"] > 0.0 for entry in logged)
+    left = [len(tokens) for rollout in made._rollouts[True] for tokens in rollout.sampling_mask.left()]
+    assert left and max(left) <= 20, "without the correction the gap is that of the tokens that were cut"
+    made._correct_mask = False
+    made.model.train()
+    made._generate_and_score_completions([made.train_dataset[row // 4] for row in range(8)])
+    assert made.perturbation_gap > 1e-2
 
 
 def test_two_steps_and_an_evaluation(tmp_path: Path, smollm2: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,12 +49,13 @@ def test_every_row_of_the_table_is_that_of_the_installed_verl() -> None:
 @pytest.mark.parametrize("spec", [{**NEIGHBOR, "until": "a, 'b' {c}"}, {"name": "gumbel", "protect": None}])
 def test_what_is_entered(spec: dict[str, Any]) -> None:
     """The engine gets every option; all else of verl is its synchronous trainer's."""
-    config = configuration(*GRPO, *of_perturbation({**spec, "strict": True, "gap_limit": 3.5}))
-    made, limit, strict = overrides.prepare(config)
+    config = configuration(*GRPO, *of_perturbation({**spec, "strict": True, "gap_limit": 3.5, "correct_mask": True}))
+    made, limit, strict, correct_mask = overrides.prepare(config)
     rollout = config.actor_rollout_ref.rollout
     entered = OmegaConf.to_container(rollout.engine_kwargs.vllm.additional_config)
     assert made == registry.create(**spec) and (limit, strict) == (3.5, True)
     assert registry.create(**entered["perturbation"]) == made and entered["deferred_check"] is True
+    assert correct_mask and entered["sampling_masks"] is True
     assert config.trainer.v1.trainer_mode == "sync" and rollout.agent.agent_loop_manager_class == overrides.MANAGER
 
 
@@ -69,6 +70,19 @@ def test_what_is_entered(spec: dict[str, Any]) -> None:
         (["trainer.use_v1=False"], "trainer.use_v1=False"),
         (["+perturbation.rate=2"], "rate"),
         (["+perturbation.gap_limit=0.5"], "gap_limit"),
+        (["+perturbation.correct_mask=1"], "perturbation.correct_mask=1: true or false is needed"),
+        (
+            ["+perturbation.correct_mask=true", "actor_rollout_ref.model.use_fused_kernels=True"],
+            "the correction needs the logits",
+        ),
+        (
+            [
+                "+perturbation.correct_mask=true",
+                "algorithm.rollout_correction.rollout_is=token",
+                "actor_rollout_ref.rollout.logprobs_mode=raw_logprobs",
+            ],
+            "set logprobs_mode=processed_logprobs",
+        ),
         (["+advantage.beta=2"], "advantage.beta"),
         (["algorithm.adv_estimator=copo"], "more than rewards"),
         (["algorithm.adv_estimator=rs_grpo", "algorithm.use_kl_in_reward=True"], "verl subtracts the KL term"),
@@ -89,7 +103,7 @@ def test_a_density_is_refused_what_it_would_not_be_part_of() -> None:
 
 def test_the_recipe_is_a_configuration_of_verl() -> None:
     text = (ROOT / "examples" / "verl" / "n_grpo_r1_distill_qwen_1.5b.sh").read_text()
-    made, _, _ = overrides.prepare(configuration(*words_of(text[text.index("python -m") :])))
+    made, *_ = overrides.prepare(configuration(*words_of(text[text.index("python -m") :])))
     assert made == registry.create("neighbor", rate=0.1)
 
 

@@ -25,8 +25,9 @@ from verl.workers.utils.losses import ppo_loss
 
 from ngrpo.trainers.common.log_probs import Densities
 from ngrpo.trainers.verl import replaying_engine
-from ngrpo.trainers.verl.replaying_engine import KEY, TOKEN_LOG_PROBS, ReplayingCPUEngine
+from ngrpo.trainers.verl.replaying_engine import CORRECT_MASK, KEY, TOKEN_LOG_PROBS, ReplayingCPUEngine
 from perturbations import ReplayRecord, registry, replaying
+from perturbations.replay.sampling_mask import SamplingMask
 from perturbations.replay.scope import ReplayScope
 from perturbations.replay.trajectory import FinishedTrajectory
 from tests.support.tiny_folder import tiny_folder
@@ -185,6 +186,69 @@ def test_samples_without_their_record_are_refused(folder: Path, group: None) -> 
     padding = batch_of(sequences, records)
     padding["uid"] = NonTensorStack("00", "01", "pad12", "03")
     engine.infer_batch(padding)  # a copy of another sample's record rides with it
+
+
+def with_masks(batch: Any, records: list[ReplayRecord], sets: list[dict[int, np.ndarray]]) -> Any:
+    """The batch with sampling masks, of the tokens left at some positions of each sample."""
+    packed = []
+    for record, of_sample in zip(records, sets):
+        mask = SamplingMask.of(VOCABULARY, {position: (False, ids) for position, ids in of_sample.items()})
+        log_probs = np.zeros(record.num_tokens, np.float32)
+        packed.append({KEY: FinishedTrajectory(record, log_probs, sampling_mask=mask).pack()})
+    batch["extra_fields"] = NonTensorStack(*packed)
+    tu.assign_non_tensor(batch, **{CORRECT_MASK: True})
+    return batch
+
+
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
+def test_log_probabilities_among_the_tokens_that_sampling_left(folder: Path, group: None, packed: bool) -> None:
+    """At every second position of a response 20 tokens were left; values and gradient are those of a plain model."""
+    from transformers import AutoModelForCausalLM
+
+    sequences, records = rollouts()
+    random = np.random.default_rng(8)
+    sets: list[dict[int, np.ndarray]] = []
+    for tokens, record in zip(sequences, records):
+        of_sample = {}
+        for position in range(record.prompt_tokens, record.num_tokens, 2):
+            drawn = int(tokens[position])
+            of_sample[position] = np.unique([drawn, *random.integers(0, VOCABULARY, 19)])
+        sets.append(of_sample)
+    advantages = [torch.from_numpy(random.normal(size=r.num_tokens - r.prompt_tokens)).float() for r in records]
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    truth = []
+    for tokens, record, of_sample, own in zip(sequences, records, sets, advantages):
+        with replaying(model, [record]):
+            logits = model(tokens[None]).logits[0, :-1] / 1.3
+            log_probs = list(logits.log_softmax(-1).gather(1, tokens[1:, None])[:, 0])
+            for position, ids in of_sample.items():
+                row = logits[position - 1]
+                log_probs[position - 1] = row[tokens[position]] - row[torch.from_numpy(ids)].logsumexp(0)
+            (-(torch.stack(log_probs)[record.prompt_tokens - 1 :] * own).sum()).backward()
+        truth.append(torch.stack(log_probs).detach())
+
+    engine = engine_of(folder, packed)
+    output = engine.infer_batch(with_masks(batch_of(sequences, records), records, sets))["model_output"]
+    for name in ("log_probs", TOKEN_LOG_PROBS):
+        for of_engine, wanted in zip(output[name].unbind(), truth):
+            torch.testing.assert_close(of_engine[:-1], wanted, atol=1e-5, rtol=0.0)
+    # The whole distribution's are others.
+    for of_engine, wanted in zip(expected(folder, sequences, records), truth):
+        assert float((of_engine - wanted).abs().max()) > 0.1
+
+    batch = with_masks(batch_of(sequences, records, advantages=advantages), records, sets)
+    engine.forward_backward_batch(batch, _loss)
+    gradient = {name: p.grad.full_tensor() for name, p in engine.module.named_parameters() if p.grad is not None}
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(gradient[name], parameter.grad, atol=2e-5, rtol=1e-4)
+
+
+def test_samples_without_their_mask_are_refused(folder: Path, group: None) -> None:
+    sequences, records = rollouts()
+    batch = batch_of(sequences, records)
+    tu.assign_non_tensor(batch, **{CORRECT_MASK: True})
+    with pytest.raises(RuntimeError, match="came without their sampling mask"):
+        engine_of(folder, packed=False).infer_batch(batch)
 
 
 DENSITIES = [{"name": "multiplex", "density": "joint"}, {"name": "gaussian", "density": "gaussian", "sigma": 0.7}]

@@ -40,7 +40,8 @@ TRL = (
         what=features.filtered_weights,
         conflicts_with=features.IN_ENGINE,
         why="importance weights would compare the changed distribution with the model's",
-        fix="leave them out, or set vllm_importance_sampling_correction=False",
+        fix="give PerturbedGRPOTrainer correct_mask=True (not for a penalty), leave them out, or set"
+        " vllm_importance_sampling_correction=False",
     ),
     Row(
         what=features.PARAMETERS,

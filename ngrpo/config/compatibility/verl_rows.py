@@ -3,7 +3,7 @@
 
 from ngrpo.config import features
 from ngrpo.config.compatibility.row import Row, rows
-from ngrpo.config.feature_kinds import above_one, none_of, verl
+from ngrpo.config.feature_kinds import above_one, both, none_of, verl
 
 VERL_ADVANTAGE = (
     Row(
@@ -117,6 +117,20 @@ VERL = (
         conflicts_with=features.DENSITY,
         why="a density needs the logits",
         fix="leave it out, or set +perturbation.density=token",
+    ),
+    Row(
+        what=verl("actor_rollout_ref.model.use_fused_kernels"),
+        conflicts_with=features.VERL_MASK,
+        why="the correction needs the logits",
+    ),
+    Row(
+        what=both(
+            verl("algorithm.rollout_correction.rollout_is"),
+            verl("actor_rollout_ref.rollout.logprobs_mode", none_of("processed_logprobs")),
+        ),
+        conflicts_with=features.VERL_MASK,
+        why="verl's weights would compare with log-probabilities of the whole distribution",
+        fix="set logprobs_mode=processed_logprobs, which is verl's default",
     ),
     Row(
         what=verl("algorithm.rollout_correction.rollout_is"),

@@ -194,20 +194,24 @@ def corrected(trajectories: Sequence[FinishedTrajectory | None], attention_mask:
     Raises:
         RuntimeError: if a sample has no mask, a token is not in its set, or no log-probabilities came through.
     """
-    masks: list[SamplingMask] = part_of_each(
-        trajectories,
-        len(attention_mask),
-        part="sampling_mask",
-        missing="came without their sampling mask (--sampling.correct_mask): the rollout's engine does not record them,"
-        " or an agent drops mm_train_inputs from its response.",
-    )
-    correction = _MaskCorrection(masks, attention_mask)
+    correction = MaskCorrection(sampling_masks(trajectories, len(attention_mask)), attention_mask)
     failed = "--sampling.correct_mask did not come into effect"
     with override_log_probs(correction.override, failed, fix="Take that path out."):
         yield
 
 
-class _MaskCorrection:
+def sampling_masks(trajectories: Sequence[FinishedTrajectory | None], batch: int) -> list[SamplingMask]:
+    """The sampling mask of each sample of a batch; RuntimeError if a sample has none."""
+    return part_of_each(
+        trajectories,
+        batch,
+        part="sampling_mask",
+        missing="came without their sampling mask (--sampling.correct_mask): the rollout's engine does not record them,"
+        " or an agent drops mm_train_inputs from its response.",
+    )
+
+
+class MaskCorrection:
     """The override of :func:`corrected`. A position is a drawn token's; its set has the tokens left by sampling."""
 
     def __init__(self, masks: Sequence[SamplingMask], attention_mask: Tensor) -> None:
@@ -219,30 +223,54 @@ class _MaskCorrection:
 
     def override(self, logits: Tensor, labels: Tensor, log_probs: Tensor) -> Tensor:
         """Log-probabilities (…) over the sets. Logits are (B, T, V) of a padded forward, (1, N, V) of a packed one."""
-        token_rows, inside = flat_rows(self._samples, self._positions, tuple(labels.shape), self._attention_mask)
-        sets = [self._sets[place] for place in inside.nonzero().flatten().tolist()]
+        rows, sets = self.rows_and_sets(tuple(labels.shape))
         if not sets:
             return log_probs
-        sizes = [len(token_set) for token_set in sets]
-        # All sets one after the other: a member is a token of a set, and has the number of its set.
-        set_of_member = torch.from_numpy(np.repeat(np.arange(len(sets)), sizes)).to(logits.device)
-        ids = torch.from_numpy(np.concatenate(sets)).to(logits.device)
-        # The row before a position chose its token.
-        rows = (token_rows[inside] - 1).to(logits.device)
-
-        scores = logits.flatten(0, -2)[rows[set_of_member], ids]
-        is_label = ids == labels.flatten()[rows[set_of_member]]
-        drawn = int(is_label.sum())
-        if drawn != len(rows):
-            raise RuntimeError(
-                f"{len(rows) - drawn} of {len(rows)} tokens to be trained on are not among the tokens that the"
-                " rollout's sampling left: the sampling masks are not those of these samples."
-            )
-        no_scores = scores.new_full(rows.shape, -torch.inf)
-        highest = no_scores.scatter_reduce(0, set_of_member, scores.detach(), "amax")
-        exponentials = (scores - highest[set_of_member]).exp()
-        total = scores.new_zeros(rows.shape).index_add(0, set_of_member, exponentials)
-        # The sets are in the order of the rows, so the drawn members are too.
-        corrected_log_probs = scores[is_label] - highest - total.log()
+        rows = rows.to(logits.device)
+        corrected_log_probs = log_probs_in_sets(logits.flatten(0, -2), rows, labels.flatten()[rows], sets)
         corrected_log_probs = corrected_log_probs.to(log_probs.dtype)
         return log_probs.flatten().index_copy(0, rows, corrected_log_probs).view_as(log_probs)
+
+    def rows_and_sets(self, shape: tuple[int, ...]) -> tuple[Tensor, list[np.ndarray]]:
+        """The rows that chose a token of which some were cut, (n,) int64, and the tokens left at each.
+
+        Args:
+            shape: of the forward's tokens, (B, T) padded or (1, N) packed, in which rows are counted.
+        """
+        token_rows, inside = flat_rows(self._samples, self._positions, shape, self._attention_mask)
+        sets = [self._sets[place] for place in inside.nonzero().flatten().tolist()]
+        # The row before a position chose its token.
+        return token_rows[inside] - 1, sets
+
+
+def log_probs_in_sets(logits: Tensor, rows: Tensor, tokens: Tensor, sets: Sequence[np.ndarray]) -> Tensor:
+    """log π_S of drawn tokens, (n,): of the policy renormalised over each token's set.
+
+    Args:
+        logits: (R, V), divided by the temperature.
+        rows: the row of each token among them, (n,) int64.
+        tokens: those drawn, (n,) int64.
+        sets: the tokens left by sampling, n arrays.
+
+    Raises:
+        RuntimeError: if a token is not in its set.
+    """
+    sizes = [len(token_set) for token_set in sets]
+    # All sets one after the other: a member is a token of a set, and has the number of its set.
+    set_of_member = torch.from_numpy(np.repeat(np.arange(len(sets)), sizes)).to(logits.device)
+    ids = torch.from_numpy(np.concatenate(sets)).to(logits.device)
+
+    scores = logits[rows[set_of_member], ids]
+    is_drawn = ids == tokens[set_of_member]
+    drawn = int(is_drawn.sum())
+    if drawn != len(rows):
+        raise RuntimeError(
+            f"{len(rows) - drawn} of {len(rows)} tokens to be trained on are not among the tokens that the"
+            " rollout's sampling left: the sampling masks are not those of these samples."
+        )
+    no_scores = scores.new_full(rows.shape, -torch.inf)
+    highest = no_scores.scatter_reduce(0, set_of_member, scores.detach(), "amax")
+    exponentials = (scores - highest[set_of_member]).exp()
+    total = scores.new_zeros(rows.shape).index_add(0, set_of_member, exponentials)
+    # The sets are in the order of the rows, so the drawn members are too.
+    return scores[is_drawn] - highest - total.log()

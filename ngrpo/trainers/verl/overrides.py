@@ -2,6 +2,7 @@
 """A perturbation and an advantage in verl's configuration: read, checked, and handed to the engine and to verl."""
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -13,7 +14,7 @@ from ngrpo.config.verl_lines import MODE
 from ngrpo.machine.upstream.types import DictConfig
 from ngrpo.methods import advantages
 from ngrpo.methods.advantages.base import Advantage, AnnealedK
-from ngrpo.rollout.settings import DEFERRED_CHECK, KEY
+from ngrpo.rollout.settings import DEFERRED_CHECK, KEY, SAMPLING_MASKS
 from perturbations import Perturbation, UsageError, registry
 
 MANAGER = "ngrpo.trainers.verl.rollout_server.PerturbedAgentLoopManager"
@@ -21,11 +22,26 @@ _ADDITIONAL = "actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config"
 _GAP_LIMIT = 10.0
 
 
-def prepare(config: DictConfig) -> tuple[Perturbation, float, bool]:
+class Settings(NamedTuple):
+    """What ``config.perturbation`` has.
+
+    Attributes:
+        perturbation: of the rollouts.
+        gap_limit: how many times the gap at plain positions the gap after perturbed inputs may be.
+        strict: whether a wider gap is an error.
+        correct_mask: whether log-probabilities are over the tokens that top-p and top-k left.
+    """
+
+    perturbation: Perturbation
+    gap_limit: float
+    strict: bool
+    correct_mask: bool
+
+
+def prepare(config: DictConfig) -> Settings:
     """Reads ``config.perturbation``, and enters its parts into verl's configuration, in-place.
 
-    These are the engine's ``additional_config``, the agent loop manager, and the mode, verl's synchronous one. Returns
-    the perturbation, the gap limit, and whether a wider gap is an error.
+    These are the engine's ``additional_config``, the agent loop manager, and the mode, verl's synchronous one.
 
     Raises ``UsageError`` for a bad perturbation, or a setting under which a rollout would not be replayed.
     """
@@ -35,11 +51,13 @@ def prepare(config: DictConfig) -> tuple[Perturbation, float, bool]:
     if not isinstance(options, dict) or "name" not in options:
         raise UsageError(f"trainer.v1.trainer_mode={MODE} needs a perturbation: +{KEY}.name=neighbor, for example.")
     limit = options.pop("gap_limit", _GAP_LIMIT)
-    strict = options.pop("strict", False)
+    switches = {name: options.pop(name, False) for name in ("strict", "correct_mask")}
     if not isinstance(limit, (int, float)) or not limit >= 1.0:
         raise UsageError(f"{KEY}.gap_limit={limit!r}: a number of at least 1 is needed; the default is 10.")
-    if not isinstance(strict, bool):
-        raise UsageError(f"{KEY}.strict={strict!r}: true or false is needed.")
+    for name, value in switches.items():
+        if not isinstance(value, bool):
+            raise UsageError(f"{KEY}.{name}={value!r}: true or false is needed.")
+    correct_mask = switches["correct_mask"]
     perturbation = registry.create(**options)
     advantage = OmegaConf.to_container(OmegaConf.create(config.get("advantage") or {}), resolve=True)
     register_advantage(
@@ -47,12 +65,16 @@ def prepare(config: DictConfig) -> tuple[Perturbation, float, bool]:
         dict(advantage),
         kl_in_reward=bool(config.algorithm.use_kl_in_reward),
     )
-    compatibility.check(compatibility.VERL, Combination(parts={"perturbation": perturbation}, settings=config))
+    combination = Combination(
+        parts={"perturbation": perturbation}, settings=config, arguments={"correct_mask": correct_mask}
+    )
+    compatibility.check(compatibility.VERL, combination)
     with open_dict(config):
         config.trainer.v1.trainer_mode = "sync"
-        OmegaConf.update(config, _ADDITIONAL, {KEY: perturbation.spec(), DEFERRED_CHECK: True}, force_add=True)
+        of_engine = {KEY: perturbation.spec(), DEFERRED_CHECK: True, SAMPLING_MASKS: correct_mask}
+        OmegaConf.update(config, _ADDITIONAL, of_engine, force_add=True)
         config.actor_rollout_ref.rollout.agent.agent_loop_manager_class = MANAGER
-    return perturbation, float(limit), strict
+    return Settings(perturbation, float(limit), switches["strict"], correct_mask)
 
 
 def register_advantage(name: str, options: dict[str, object], *, kl_in_reward: bool) -> None:

@@ -37,7 +37,7 @@ class PerturbedTrainer(Upstream):
 
     def __init__(self, config: DictConfig) -> None:
         patches.check(patches.active(["verl"]))
-        self._perturbation, self._gap_limit, self._strict = overrides.prepare(config)
+        self._settings = overrides.prepare(config)
         RolloutReplicaRegistry.register("vllm", lambda: rollout_server.PerturbedReplica)
         super().__init__(config)
 
@@ -47,20 +47,25 @@ class PerturbedTrainer(Upstream):
             if worker.__ray_metadata__.modified_class.__ray_actor_class__ is ActorRolloutRefWorker:
                 self.role_worker_mapping[role] = ray.remote(replaying_engine.PerturbedWorker)
 
+    def _tell_workers(self, batch: KVBatchMeta) -> None:
+        """Puts into a batch what its workers replay."""
+        batch.extra_info[KEY] = self._settings.perturbation.spec()
+        batch.extra_info[replaying_engine.CORRECT_MASK] = self._settings.correct_mask
+
     def _compute_old_log_prob(self, batch: KVBatchMeta, metrics: dict[str, float]) -> KVBatchMeta:
-        batch.extra_info[KEY] = self._perturbation.spec()
+        self._tell_workers(batch)
         batch = super()._compute_old_log_prob(batch, metrics)
-        measures = measured(batch, self._perturbation)
-        check_gap(measures, self._gap_limit, strict=self._strict)
+        measures = measured(batch, self._settings.perturbation)
+        check_gap(measures, self._settings.gap_limit, strict=self._settings.strict)
         metrics.update(measures)
         return batch
 
     def _compute_ref_log_prob(self, batch: KVBatchMeta, metrics: dict[str, float]) -> KVBatchMeta:
-        batch.extra_info[KEY] = self._perturbation.spec()
+        self._tell_workers(batch)
         return super()._compute_ref_log_prob(batch, metrics)
 
     def _update_actor(self, batch: KVBatchMeta, metrics: dict[str, float]) -> KVBatchMeta:
-        batch.extra_info[KEY] = self._perturbation.spec()
+        self._tell_workers(batch)
         batch = super()._update_actor(batch, metrics)
         if _REPLAYED not in metrics:
             raise RuntimeError(f"The training step {_NOT_REPLAYED}")

@@ -7,7 +7,7 @@ replayed if the trainer put the perturbation's spec into it.
 
 import dataclasses
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,13 +24,16 @@ from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 from verl.workers.utils.padding import build_attention_mask_from_nested
 
 from ngrpo.rollout.settings import KEY
-from ngrpo.trainers.common.log_probs import Densities
+from ngrpo.trainers.common.log_probs import Densities, MaskCorrection, sampling_masks
 from perturbations import FinishedTrajectory, registry
 from perturbations.errors import UsageError, require
+from perturbations.replay.sampling_mask import SamplingMask
 from perturbations.replay.scope import ReplayScope
 
 TOKEN_LOG_PROBS = "perturbation_token_log_probs"
 """An output of forward-only passes: the tokens' own log-probabilities, which a density replaces."""
+CORRECT_MASK = "perturbation_correct_mask"
+"""The name in a batch of whether log-probabilities are over the tokens that sampling left."""
 Loss = Callable[..., tuple[Tensor, dict[str, object]]]
 
 
@@ -66,6 +69,13 @@ def trajectories(batch: TensorDict) -> list[FinishedTrajectory | None]:
     return result
 
 
+def _masks(of_samples: Sequence[FinishedTrajectory | None]) -> list[SamplingMask]:
+    """The sampling mask of each sample; an empty one for verl's padding. RuntimeError for a sample without one."""
+    real = [trajectory for trajectory in of_samples if trajectory is not None]
+    masks = iter(sampling_masks(real, len(real)) if real else ())
+    return [SamplingMask.of(0, {}) if trajectory is None else next(masks) for trajectory in of_samples]
+
+
 def _of_each_sample(batch: TensorDict, field: str) -> list[Any]:
     """A field of a batch as a list; verl gives one value where all samples have the same."""
     value = tu.get(batch, field)
@@ -75,7 +85,9 @@ def _of_each_sample(batch: TensorDict, field: str) -> list[Any]:
 class ReplayingEngine(FSDPEngineWithLMHead):
     """A forward of samples with records replays them, for old, reference and new log-probabilities alike."""
 
+    # Of the current forward; None without a density, and where no sampling mask is replayed.
     _densities: Densities | None = None
+    _mask_correction: MaskCorrection | None = None
 
     def forward_step(
         self, micro_batch: TensorDict, loss_function: Loss | None, forward_only: bool
@@ -86,12 +98,15 @@ class ReplayingEngine(FSDPEngineWithLMHead):
             return super().forward_step(micro_batch, loss_function, forward_only)
         if self.use_ulysses_sp or self.pad_to_length:
             raise UsageError("a replay needs whole sequences: ulysses_sequence_parallel_size=1, pad_to_length=False.")
-        records = [None if trajectory is None else trajectory.record for trajectory in trajectories(micro_batch)]
+        of_samples = trajectories(micro_batch)
+        records = [None if trajectory is None else trajectory.record for trajectory in of_samples]
         perturbation = registry.create(**spec)
         embedding = self.module.get_input_embeddings()
         scope = ReplayScope(embedding, perturbation=perturbation, device=torch.device(get_device_id()))
         # The mask cuts the record of a response that was cut to verl's response length.
         mask = build_attention_mask_from_nested(micro_batch["input_ids"])
+        if tu.get_non_tensor_data(micro_batch, key=CORRECT_MASK, default=False):
+            self._mask_correction = MaskCorrection(_masks(of_samples), mask)
         with scope(records, mask) as stats:
             if perturbation.has_density:
                 advantages = None if forward_only else _advantages(micro_batch)
@@ -102,6 +117,7 @@ class ReplayingEngine(FSDPEngineWithLMHead):
                     raise RuntimeError(f"the density of {perturbation.name!r} reached no policy loss.")
             finally:
                 self._densities = None
+                self._mask_correction = None
         if not forward_only:
             output["metrics"][f"{KEY}/replayed"] = float(stats.count())
             output["metrics"][f"{KEY}/shift_sum"] = float(stats.shift_sum())
@@ -111,31 +127,37 @@ class ReplayingEngine(FSDPEngineWithLMHead):
     def prepare_model_outputs(
         self, output: CausalLMOutput, output_args: object, micro_batch: TensorDict, **kwargs: object
     ) -> dict[str, Tensor]:
-        """As verl's, with the forward's densities instead of the tokens' log-probabilities."""
+        """As verl's: log-probabilities are over the tokens that sampling left, and those of actions are densities."""
         result = super().prepare_model_outputs(output, output_args, micro_batch, **kwargs)
         if tu.get_non_tensor_data(micro_batch, key=KEY, default=None) is None:
             return result
         token_log_probs = result["log_probs"]
-        result[TOKEN_LOG_PROBS] = token_log_probs.detach()
+        if self._mask_correction is None and self._densities is None:
+            result[TOKEN_LOG_PROBS] = token_log_probs.detach()
+            return result
+        # A copy, since verl's cross entropy may write its gradient over the logits that it was given; in float32,
+        # since verl's autocast leaves them in bfloat16, where log Σ exp has steps of 0.06.
+        logits = require(output.logits, "the logits of the forward").float() / float(micro_batch["temperature"])
+        values = token_log_probs.values()
+        offsets = token_log_probs.offsets()
+        is_packed = logits.shape[:2] == (1, len(values))
+        inside = torch.ones_like(values[None], dtype=torch.bool) if is_packed else _inside(offsets)
+        # The row of a token chose the next one; the last row of a sample has no label, and no set.
+        next_tokens = micro_batch["input_ids"].values().roll(-1)
+        labels = next_tokens.new_zeros(inside.shape).masked_scatter(inside, next_tokens)
+        rows = values.new_zeros(inside.shape).masked_scatter(inside, values)
+        if self._mask_correction is not None:
+            rows = self._mask_correction.override(logits, labels, rows)
+        result[TOKEN_LOG_PROBS] = torch.nested.nested_tensor_from_jagged(rows[inside].detach(), offsets)
         if self._densities is not None:
             # A density may look embeddings up. FSDP2 has taken a tied matrix apart by now; backward does so again.
             sharded = isinstance(self.module, FSDPModule)
             if sharded:
                 self.module.unshard()
-            logits = require(output.logits, "the logits of the forward")
-            # A copy, since verl's cross entropy may write its gradient over the logits that it was given; in float32,
-            # since verl's autocast leaves them in bfloat16, where log Σ exp has steps of 0.06.
-            logits = logits.float() / float(micro_batch["temperature"])
-            values = token_log_probs.values()
-            offsets = token_log_probs.offsets()
-            is_packed = logits.shape[:2] == (1, len(values))
-            inside = torch.ones_like(values[None], dtype=torch.bool) if is_packed else _inside(offsets)
-            rows = values.new_zeros(inside.shape).masked_scatter(inside, values)
-            labels = torch.zeros_like(rows, dtype=torch.int64)  # not read: the tokens' log-probabilities are known
-            densities = self._densities.override(logits, labels, rows)[inside]
-            result["log_probs"] = torch.nested.nested_tensor_from_jagged(densities, offsets)
+            rows = self._densities.override(logits, labels, rows)
             if sharded and not torch.is_grad_enabled():
                 self.module.reshard()
+        result["log_probs"] = torch.nested.nested_tensor_from_jagged(rows[inside], offsets)
         return result
 
     def _scored(self, loss_function: Loss | None) -> Loss | None:

@@ -108,6 +108,7 @@ def test_prompts_that_were_drawn_ahead_are_lost_by_a_resume() -> None:
 
 
 CORRECTION = "vllm_importance_sampling_correction"
+PENALTY = "repetition_penalty"
 
 
 @pytest.mark.parametrize(
@@ -127,6 +128,17 @@ def test_trl_s_weights_are_of_the_whole_distribution(settings: dict[str, Any], r
     asked = Combination(parts={"perturbation": create("neighbor")}, settings=config, arguments={})
     with pytest.raises(UsageError, match="the changed distribution") if refused else nullcontext():
         compatibility.check(compatibility.TRL, asked)
+
+
+@pytest.mark.parametrize(("settings", "refused"), [({"top_p": 0.9, "top_k": 20}, False), ({PENALTY: 1.1}, True)])
+def test_trl_s_weights_are_right_with_a_corrected_mask_but_for_a_penalty(
+    settings: dict[str, Any], refused: bool
+) -> None:
+    config = SimpleNamespace(**{"use_vllm": True, "vllm_mode": "colocate", CORRECTION: True, **settings})
+    parts = {"perturbation": create("none")}
+    combination = Combination(parts=parts, settings=config, arguments={"correct_mask": True})
+    with pytest.raises(UsageError, match="the changed distribution") if refused else nullcontext():
+        compatibility.check(compatibility.TRL, combination)
 
 
 @pytest.mark.parametrize(("words", "told"), refused("pairs"))
