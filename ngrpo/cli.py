@@ -40,6 +40,7 @@ from importlib import import_module
 from typing import NoReturn
 
 from ngrpo import __version__
+from ngrpo.machine.colors import colored
 from ngrpo.machine.console import docstring, open_streams
 from ngrpo.machine.hardware import processes
 from perturbations import user_files
@@ -95,14 +96,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0 if rest else 2
         run = getattr(command, f"run_{name}", None) or command.run
         try:
-            return run(rest, report=lambda line: print(f"ngrpo: {line}", file=sys.stderr, flush=True))
+            return run(rest, report=_report)
         except ImportError:
             from ngrpo.machine.upstream.versions import check_transformers
 
             check_transformers()
             raise
     except UsageError as error:
-        print(f"ngrpo: error: {error}", file=sys.stderr)
+        print(f"ngrpo: {colored('error', 'red', sys.stderr)}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         number = processes.ending_signal()
@@ -119,6 +120,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         fault = user_files.fault(error)
         print(_BUG if fault is None else f"ngrpo: error: {fault}", file=sys.stderr)
         return 1
+
+
+def _report(line: str) -> None:
+    """Prints a further line for the user."""
+    if line.startswith("warning:"):
+        line = colored("warning", "yellow", sys.stderr) + line.removeprefix("warning")
+    print(f"ngrpo: {line}", file=sys.stderr, flush=True)
 
 
 def console() -> NoReturn:

@@ -316,7 +316,7 @@ VLLM: tuple[Patch, ...] = (
         "It adds requests to the batch and removes them."),
     _vllm(_RUNNER_V1, "GPUModelRunner._preprocess", None, "(self, scheduler_output, ...)",
         "It lays out the inputs of a step."),
-    _vllm(_RUNNER_V1, "GPUModelRunner.profile_run", None, "(self)",
+    _vllm(_RUNNER_V1, "GPUModelRunner.profile_run", None, "(self...)",
         "vLLM measures its memory with it, and we add that of a weight sync."),
     _vllm("v1.sample.sampler", "Sampler.sample", None, "(self, logits, sampling_metadata, logprobs_mode_override)",
         "It draws the tokens."),
@@ -329,7 +329,7 @@ VLLM: tuple[Patch, ...] = (
         "It lays out the inputs of a step."),
     _vllm(_RUNNER_V2, "GPUModelRunner.sample", None, "(self, hidden_states, input_batch, grammar_output)",
         "The graph of a step computes the logits where nothing changes them."),
-    _vllm(_RUNNER_V2, "GPUModelRunner.profile_run", None, "(self)",
+    _vllm(_RUNNER_V2, "GPUModelRunner.profile_run", None, "(self...)",
         "vLLM measures its memory with it, and we add that of a weight sync."),
     _vllm(f"{_SAMPLER_V2}.sampler", "Sampler.sample", None,
         "(self, logits, expanded_idx_mapping, ...idx_mapping_np, ...)", "It draws the tokens."),
@@ -345,8 +345,8 @@ VLLM: tuple[Patch, ...] = (
         "We ask it whether a request wants log-probabilities, for which the logits stay outside the graph."),
     _vllm(f"{_SAMPLER_V2}.logprob", "LogprobTokenIdsState.max_num_token_ids", None, "(self, idx_mapping_np)",
         "We ask it whether a request of the step wants log-probabilities of tokens that it names."),
-    _vllm(f"{_SAMPLER_V2}.states", "SamplingStates.get_top_k_top_p", None,
-        "(self, expanded_idx_mapping, idx_mapping_np)", "We ask it for top_k and top_p of the step's rows."),
+    _vllm(f"{_SAMPLER_V2}.states", "SamplingStates.get_top_k_top_p", None, "(self, ...)",
+        "We read top_k and top_p of the step's rows as it does."),
 )
 
 # Nothing of verl is replaced: its classes are subclassed and its functions relied upon.

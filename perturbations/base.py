@@ -179,6 +179,23 @@ class Perturbation(GateOptions, ABC):
         """Whether the token in the text is ``step.sampled`` at every position, which importance weights need."""
         return False
 
+    @property
+    def has_text_probabilities(self) -> bool:
+        """Whether :meth:`text_probabilities` has a formula."""
+        return type(self).text_probabilities is not Perturbation.text_probabilities
+
+    def text_probabilities(self, logits: Tensor, temperature: float, left: Tensor) -> Tensor:
+        """The probability of each token to be drawn for the text at N perturbed positions: (N, V) float32.
+
+        For score centering, which needs it of a perturbation that draws the text's token itself.
+
+        Args:
+            logits: z̃ = z / temperature, before top-k, top-p and min-p, (N, V).
+            temperature: the sampling temperature.
+            left: which tokens top-k, top-p and min-p left, (N, V) bool.
+        """
+        raise NotImplementedError(f"perturbation {self.name!r}: the probabilities of its text have no formula.")
+
     def log_density(self, replayed: Replayed) -> Tensor:
         """log π of the recorded inputs at N positions under old, new or reference policy: (N,) float32, with gradient.
 

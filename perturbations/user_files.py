@@ -10,11 +10,13 @@ import base64
 import binascii
 import hashlib
 import importlib.util
+import inspect
 import linecache
 import re
 import sys
 import traceback
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import packages_distributions
 from pathlib import Path
@@ -25,6 +27,8 @@ from perturbations.errors import UsageError, nearest
 # The longest packed text. A spec may be one argument of a command (`--additional-config`), and Linux allows 128 KiB.
 _LONGEST = 48 * 1024
 _PREFIX = "perturbation_file_"
+FIX_THAT_LINE = "Please fix that line."
+"""How the message about a line of a user's file ends, unless the error has a better fix."""
 _MAIN = ("__main__", "__mp_main__")  # a process that multiprocessing spawns imports the script as the latter
 
 
@@ -114,6 +118,16 @@ def fault(error: BaseException) -> str | None:
     return None
 
 
+def place(method: Callable[..., object]) -> str:
+    """Where a user's file defines a method, `` (line 24 of mine.py)``; empty for a method of an importable module."""
+    function = inspect.unwrap(getattr(method, "__func__", method))
+    code = getattr(function, "__code__", None)
+    source = origin(getattr(function, "__module__", ""))
+    if code is None or source is None:
+        return ""
+    return f" (line {code.co_firstlineno} of {source.filename})"
+
+
 def from_text(filename: str, packed: str, label: str) -> ModuleType:
     """The module of a text (:attr:`UserFile.packed`) in a spec; ``UsageError`` if damaged or failing."""
     filename = Path(filename).name
@@ -148,7 +162,7 @@ def _in_words(error: BaseException, where: str, filename: str) -> str:
     """An error in the user's file, with the file's line."""
     if isinstance(error, SyntaxError) and error.filename == where:
         line = (error.text or "").strip()
-        return f"line {error.lineno} of {filename} is not Python: {error.msg}\n    {line}\nPlease fix that line."
+        return f"line {error.lineno} of {filename} is not Python: {error.msg}\n    {line}\n{FIX_THAT_LINE}"
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == where]
     place = filename
     quoted_line = ""
@@ -164,7 +178,7 @@ def _in_words(error: BaseException, where: str, filename: str) -> str:
         )
     if isinstance(error, SystemExit):
         return f'{failure}\nPut what is not a definition under `if __name__ == "__main__":`.'
-    return f"{failure}\nPlease fix that line."
+    return f"{failure}\n{FIX_THAT_LINE}"
 
 
 def _refuse_siblings(text: str, file: Path, label: str) -> None:

@@ -124,8 +124,9 @@ def names(text: str, flag: str, name: str) -> bool:
 def entries() -> Iterator[tuple[str, str]]:
     """The entries "- **`name`** …" of the pages, with defaults and differences: the names at the head, and the text."""
     for name in TABLES:
-        text = (ROOT / "docs" / name).read_text(encoding="utf-8")
-        yield from re.findall(r"^- \*\*(`\w+`(?:, `\w+`)*)\*\* (.+)$", text, flags=re.MULTILINE)
+        page_text = (ROOT / "docs" / name).read_text(encoding="utf-8")
+        for head, text in re.findall(r"^- \*\*(`\w+`(?:, `\w+`)*)\*\* (.+)$", page_text, flags=re.MULTILINE):
+            yield head, moved(text, name)
 
 
 def _told(flag: str, name: str) -> dict[str, str]:
@@ -138,17 +139,18 @@ def _told(flag: str, name: str) -> dict[str, str]:
         elif "its paper reports" in head and flag == "--perturbation" and quoted in cells[0]:
             cost += [f"- {title}: {value}" for title, value in zip(head[1:], cells[1:]) if value != "–"]
     differs = [text for head, text in entries() if quoted in head]
-    found = {
-        "When to use it": "\n".join(when),
-        "What it changes and costs": "\n".join(cost),
+    sections = {
+        "When to use it": moved("\n".join(when), "methods.md"),
+        "What it changes and costs": moved("\n".join(cost), "methods.md"),
         "Defaults and differences": "\n\n".join(differs),
     }
-    return {title: moved(text).replace("\\|", "|") for title, text in found.items() if text}
+    return {title: text.replace("\\|", "|") for title, text in sections.items() if text}
 
 
-def moved(text: str) -> str:
-    """Links of a page of docs/ as they are one folder further down."""
-    return re.sub(r"\]\((?!https?:|#|\.\./)", "](../", text)
+def moved(text: str, source: str) -> str:
+    """The links of a text of a page of docs/, ``source``, as they are on a page one folder further down."""
+    text = text.replace("](#", f"]({source}#")
+    return re.sub(r"\]\((?!https?:|\.\./)", "](../", text)
 
 
 def _recipes(key: str, name: str) -> Iterator[str]:

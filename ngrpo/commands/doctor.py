@@ -21,7 +21,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import textwrap
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -32,7 +31,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ngrpo import patches
 from ngrpo.commands.command_parser import CommandParser
 from ngrpo.config import compatibility
-from ngrpo.machine.console import Report
+from ngrpo.machine.colors import state_column
+from ngrpo.machine.console import Report, hanging
 from ngrpo.machine.hardware import cuda, gpu_plan, profile_for, stand_ins, surroundings
 from ngrpo.machine.models import architecture, experts, packaged
 from ngrpo.machine.upstream import placement, versions
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 
 _PLUGIN = "ngrpo_perturbation"
 _SECONDS = 300  # that the self-test may take
+_INDENT = " " * 7  # below the column of the states
 _SURROUNDINGS = {
     "caches": surroundings.check_caches,
     "folder for temporary files": surroundings.check_sockets,
@@ -78,13 +79,11 @@ def run(argv: Sequence[str], *, report: Report) -> int:
     faults = 0
     for finding in _examine(tested_model, report, named_model):
         summary = f"{finding.subject}: {finding.state}"
-        if finding.fix is None:
-            print(f"ok     {summary}", flush=True)
-            report_lines.append(f"- ok {summary}")
-        else:
-            print(f"WRONG  {summary}", flush=True)
-            print(textwrap.indent(f"fix: {finding.fix}", " " * 7))
-            report_lines.append(f"- WRONG {summary}")
+        state = "ok" if finding.fix is None else "WRONG"
+        print(f"{state_column(state, len(_INDENT))}{hanging(summary, _INDENT)}", flush=True)
+        report_lines.append(f"- {state} {summary}")
+        if finding.fix is not None:
+            print(f"{_INDENT}{hanging(f'fix: {finding.fix}', _INDENT)}", flush=True)
             faults += 1
     machine = ", ".join(f"{key} {value}" for key, value in versions.machine().items())
     print("", "--- for a bug report ---", f"- {machine}", *report_lines, "---", sep="\n")

@@ -9,16 +9,21 @@ from dataclasses import replace
 from typing import Any
 
 from ngrpo.config import complete_run, kinds, parse, rules, run_notes
+from ngrpo.config.complete_run import CompleteRun
 from ngrpo.config.run import SETTINGS, RunConfig
-from ngrpo.machine.console import text_table
+from ngrpo.machine.colors import colored, state_column
+from ngrpo.machine.console import hanging, help_entry, text_table
 from ngrpo.machine.hardware import gpu_plan, lora_plan
 from ngrpo.machine.models import architecture
 from ngrpo.machine.upstream import openrlhf_flags, placement
+from ngrpo.machine.upstream.openrlhf_flags import Flags
 from perturbations.errors import UsageError
 
-_WIDTH = 78
+_WIDTH = 100
 _WRONG = "WRONG"  # in each line about an error
 _INDENT = " " * 9  # of the lines below a check's first one
+_MOST_FLAG_COLUMNS = 48  # of an added flag whose reason stands beside it
+_MOST_VALUE_COLUMNS = 28  # of a value above whose default the others' are aligned
 
 
 def dry_run(run: RunConfig, shape: str, *, checks_only: bool = False) -> int:
@@ -39,12 +44,12 @@ def dry_run(run: RunConfig, shape: str, *, checks_only: bool = False) -> int:
     complete = complete_run.make(run)
     rules.check_parsed(complete)
     for note in (*run.notes, *run_notes.all_notes(complete)):
-        print(f"warning: {note}")
+        print(f"{colored('warning', 'yellow')}: {hanging(note, _INDENT, width=_WIDTH)}")
     if checks_only:
         return _run_checks(rules.outcomes(complete))
 
     as_started = complete.with_task_in_run_folder()
-    print(f"added to OpenRLHF's flags: {shlex.join(as_started.flags.added)}\n")
+    _print_section("added to OpenRLHF's flags", _added(as_started))
     args = as_started.args
     _print_section("configuration", _configuration(args, run))
     if run.profile.name == "cuda":
@@ -58,14 +63,14 @@ def dry_run(run: RunConfig, shape: str, *, checks_only: bool = False) -> int:
     _print_section(f"placement {place}", _placement(args))
     _print_section("memory of one GPU in GiB, estimated", memory)
     _print_section("tokens", _tokens(args, gpu_memory))
-    print("checks")
+    print(colored("checks", "bold"))
     failed = _run_checks(rules.outcomes(complete))
     too_large = any(_WRONG in line for line in memory)
     return 1 if failed or too_large else 0
 
 
 def _print_section(title: str, lines: Iterable[str]) -> None:
-    print(title)
+    print(colored(title, "bold"))
     for line in lines:
         print(f"  {line}".rstrip())
     print()
@@ -82,10 +87,25 @@ def _run_checks(checks: Iterable[tuple[str, Callable[[], str | None]]]) -> int:
             detail = str(error)
             state = _WRONG
             failed = 1
-        print(textwrap.fill(label, _WIDTH, initial_indent=f"  {state:7}", subsequent_indent=_INDENT))
+        print(f"  {state_column(state, 7)}{hanging(label, _INDENT, width=_WIDTH)}")
         if detail is not None:
-            print(textwrap.fill(detail, _WIDTH, initial_indent=_INDENT, subsequent_indent=_INDENT))
+            print(f"{_INDENT}{hanging(detail, _INDENT, width=_WIDTH)}")
     return failed
+
+
+def _added(complete: CompleteRun) -> list[str]:
+    """A row for each flag that ngrpo adds: the flag with its value, and why; a long flag has its reason below it."""
+    rows = []
+    for flag in Flags(complete.flags.added):
+        rows.append((shlex.join(flag.argv), complete.reasons[flag.name]))
+    if not rows:
+        return ["none"]
+    fitting = [len(words) for words, _ in rows if len(words) <= _MOST_FLAG_COLUMNS]
+    column = max(fitting, default=0) + 2
+    lines: list[str] = []
+    for words, why in rows:
+        lines += help_entry(words, why, column=column, width=_WIDTH - 2)
+    return lines
 
 
 def _configuration(args: placement.Args, run: RunConfig) -> list[str]:
@@ -110,7 +130,11 @@ def _configuration(args: placement.Args, run: RunConfig) -> list[str]:
         default = _text(defaults.get(key))
         if text != default:
             rows.append((f"--{key}", text, f"[{default}]"))
-    return [*lines, *text_table(rows, left=3)]
+    flag_width = max(len(flag) for flag, _, _ in rows)
+    # A long value, such as a path, moves the default of its own row only.
+    value_width = max(len(value) for _, value, _ in rows if len(value) <= _MOST_VALUE_COLUMNS)
+    lines += [f"{flag:<{flag_width}}  {value:<{value_width}}  {default}" for flag, value, default in rows]
+    return lines
 
 
 def _with_options(flag: str, spec: Mapping[str, Any]) -> list[str]:
@@ -148,8 +172,6 @@ def _plural(number: int, noun: str) -> str:
 
 def _memory(args: placement.Args, gpu: float) -> list[str]:
     """The estimate for one GPU of ``gpu`` bytes of each group, or the reason why there is none."""
-    if args["ds.load_in_4bit"]:
-        return _wrapped("not estimated with 4-bit weights, which are smaller")
     lines = [f"GPU of {gpu / placement.GIB:.3g} GiB; P parameters, D GPUs that share the optimizer"]
     for group in placement.groups(args):
         lines += _sizes(group, args)
@@ -179,6 +201,8 @@ def _sizes(group: placement.Group, args: placement.Args) -> list[str]:
             if args["ds.lora.rank"]:
                 trained = lora_plan.adapter_parameters(size, args)
                 lines += _wrapped(f"adapters of rank {args['ds.lora.rank']} train A = {trained:,} beside P")
+            if args["ds.load_in_4bit"]:
+                lines += _wrapped(f"Q = {lora_plan.four_bit_parameters(size):,} of P are stored in 4 bits")
     return lines
 
 
@@ -193,7 +217,13 @@ def _memory_table(group: placement.Group, args: placement.Args, gpu: float) -> l
     rows += [(component.name, *map(_gib, component.phases), _gib(component.host)) for component in components]
     rows.append(("sum", *map(_gib, sums), _gib(host)))
     formulas = ["", *(component.formula for component in components), ""]
-    lines = [f"  {line}  {formula}".rstrip() for line, formula in zip(text_table(rows), formulas)]
+    lines = []
+    for row, formula in zip(text_table(rows), formulas):
+        line = f"  {row}  {formula}".rstrip()
+        if len(line) <= _WIDTH - 2:
+            lines.append(line)
+        else:
+            lines += [f"  {row}", f"    = {formula}"]
 
     needed = gpu_plan.needed(group, args, gpu)
     peak = max(sums)

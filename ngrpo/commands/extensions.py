@@ -18,7 +18,8 @@ from typing import NamedTuple
 
 from ngrpo.config.compatibility import page
 from ngrpo.config.kinds import FLAGS, KINDS, Kind, run_level_kinds
-from ngrpo.machine.console import Report, docstring, help_entry, text_table
+from ngrpo.machine.colors import state_column
+from ngrpo.machine.console import Report, docstring, hanging, help_entry, text_table
 from ngrpo.machine.storage.result_folder import writing
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from perturbations import Perturbation, registry
@@ -92,25 +93,29 @@ def run_check(argv: Sequence[str], *, report: Report) -> int:
         if not (option and equals):
             raise UsageError(f"ngrpo check: {word!r} must be option=value, for example rate=0.2.")
         options[option] = value
+    from perturbations.testing import NotRun
+
     failed_checks = 0
     printed_problems = set()
-    wrap = textwrap.TextWrapper(110, subsequent_indent=" " * 13, break_long_words=False)
     for title, error in kind.inspect(name, **options):
         if error is None:
-            print(f"ok     {title}")
+            print(f"{state_column('ok', 9)}{title}")
             continue
-        print(f"WRONG  {title}")
+        if isinstance(error, NotRun):
+            print(f"{state_column('not run', 9)}{title}")
+            continue
+        print(f"{state_column('WRONG', 9)}{title}")
         failed_checks += 1
         # Several checks may find the same problem. A message names its check, so the check's name is taken out of it.
         checked = re.sub("^(proposals for|open rows for|advantages of) ", "", title)
         before, _, after = error.what.partition(f"{checked}: ")
         problem = (after or before, error.fix)
         if problem in printed_problems:
-            print("       as above")
+            print(f"{' ' * 9}as above")
             continue
         printed_problems.add(problem)
-        print(wrap.fill(f"       what: {error.what}"))
-        print(wrap.fill(f"       fix: {error.fix}"))
+        print(f"{' ' * 9}what: {hanging(error.what, ' ' * 15)}")
+        print(f"{' ' * 9}fix:  {hanging(error.fix, ' ' * 15)}")
     if failed_checks:
         report(f"{name} breaks {kind.contract} ({failed_checks} of the checks).")
         return 1

@@ -43,11 +43,19 @@ sampling of the rollouts; evaluation is unchanged
   --sampling.correct_mask   take log-probabilities among the tokens that top-p,
                             top-k and min-p left (temperature and top-p:
                             --rollout.temperature, --rollout.top_p)
-  --sampling.mask_gib N     memory that a rollout worker may take for that [8]
+  --sampling.score_centering
+                            subtract the mean of the loss's score over the draws
+                            of each token: of top-p, top-k and min-p, of
+                            --sampling.schedule, and of --perturbation cuts
+  --sampling.mask_gib N     memory that a rollout worker may take for the tokens
+                            that these two flags record [8]
   --sampling.correction_warmup N
                             importance weights of the loss (OpenRLHF's
                             --algo.advantage.is_correction_*) grow from 1 to
                             full strength over the first N steps
+  --sampling.max_staleness N
+                            asynchronous training: leave out responses that are
+                            more than N weight syncs old
   --replay.routing          mixtures of experts: train on the experts that the
                             rollouts chose, weighed by the trained router
   --reproducible            the same seed gives the same rollouts from run to
@@ -79,16 +87,18 @@ the run
   --report.groups N         keep all responses to N prompts of a few steps, for
                             a look into groups in report.html [0]
   --dry-run [[[NODES x] GPUS x] GB]
-                            print configuration, placement and memory, check,
-                            and start nothing; 2x8x80: on two nodes with eight
-                            GPUs of 80 GB [this machine or cluster]
+                            print each added flag with its reason, configuration,
+                            placement and memory, check, and start nothing;
+                            2x8x80: on two nodes with eight GPUs of 80 GB [this
+                            machine or cluster]
   --print verl              print the run as overrides of verl's main_ppo, and
                             start nothing (docs/integrations.md)
   --hardware auto|cpu|cuda  hardware profile [auto: CUDA if present]
   --run-dir DIR             model, checkpoints, TensorBoard log, summary.json
                             [runs/<time>-<perturbation>]
-  --log-file FILE           what the engines print goes there, a few lines of
-                            progress to the screen
+  --log-file FILE           what the engines print goes there; the screen shows
+                            each phase of the run (loading the actor, evaluating
+                            64 problems: 40) and each step
 
 examples
   ngrpo train --perturbation neighbor --perturbation.rate 0.1 \\
@@ -113,7 +123,7 @@ from ngrpo.commands import dry_run, extensions
 from ngrpo.config import complete_run, parse, rules, run_notes, stretches, verl_lines
 from ngrpo.config.complete_run import CompleteRun
 from ngrpo.config.run import FILE, RunConfig
-from ngrpo.machine import console
+from ngrpo.machine import console, progress
 from ngrpo.machine.models import packaged
 from ngrpo.machine.storage.result_folder import CannotWrite, read_json, reserved_folder
 from ngrpo.machine.upstream import versions
@@ -199,7 +209,7 @@ def _train(run: RunConfig, folder: Path, report: console.Report) -> int:
     began = time.time()
     end: BaseException | None = None
     try:
-        with console.into_file(Path(run.log_file).expanduser()) if run.log_file else nullcontext():
+        with progress.into_file(Path(run.log_file).expanduser()) if run.log_file else nullcontext():
             launch.launch(run)
     except (launch.TrainingFailed, KeyboardInterrupt) as error:
         end = error

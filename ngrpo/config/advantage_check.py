@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``ngrpo check advantage``: does an advantage keep the contract of `ngrpo.methods.advantages.Advantage`?"""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -12,7 +12,7 @@ from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.methods import advantages
 from ngrpo.methods.advantages.base import Advantage
 from perturbations.errors import UsageError
-from perturbations.testing import PerturbationError, outcomes
+from perturbations.testing import Check, PerturbationError, outcomes
 from perturbations.testing.report import answered, check_answers, check_tensor, require
 
 _GROUP_SIZES = (8, 16, 32, 64, 128, 256)
@@ -39,7 +39,7 @@ def inspect(
     return outcomes(target, advantages.registry, _checks, options)
 
 
-def _checks(advantage: Advantage) -> Iterator[tuple[str, Callable[[], None]]]:
+def _checks(advantage: Advantage) -> Iterator[Check]:
     generator = torch.Generator().manual_seed(4)
     rewards = torch.rand(7, _group_size(advantage), generator=generator)
     further = _further(advantage, rewards, generator)
@@ -52,11 +52,11 @@ def _checks(advantage: Advantage) -> Iterator[tuple[str, Callable[[], None]]]:
         advantage.check_rewards(rewards)
     except UsageError:  # made for right and wrong responses alone
         del rewards_by_label[_FRACTIONS]
-    for label, labelled_rewards in rewards_by_label.items():
+    for number, (label, labelled_rewards) in enumerate(rewards_by_label.items()):
         batch = _Batch(rewards=labelled_rewards, further=further)
-        yield f"advantages of {label}", partial(_check, advantage, label, batch)
-    yield "the advantage at each training step", partial(_check_steps, advantage)
-    yield "its flags of OpenRLHF, and what it warns of", partial(_check_flags, advantage)
+        yield Check(f"advantages of {label}", partial(_check, advantage, label, batch), needed=number == 0)
+    yield Check("the advantage at each training step", partial(_check_steps, advantage))
+    yield Check("its flags of OpenRLHF, and what it warns of", partial(_check_flags, advantage))
 
 
 def _further(advantage: Advantage, rewards: Tensor, generator: torch.Generator) -> Tensor:

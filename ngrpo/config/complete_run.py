@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import ceil
 from pathlib import Path
 from typing import Any
 
-from ngrpo.config import compatibility, flag_checks
+from ngrpo.config import added_flags, compatibility, flag_checks
 from ngrpo.config.feature_kinds import MODEL, Combination
 from ngrpo.config.kinds import run_level_kinds
 from ngrpo.config.run import OVERLONG, PRESETS, RunConfig
@@ -51,12 +51,14 @@ class CompleteRun:
         flags: OpenRLHF's flags; ``flags.added`` are those of the layers.
         machine: the GPUs that the run is planned for; None with a CPU, where a GPU is a share of the machine.
         task_files: the files of ``--task``; None without a task, and for one that is not, or could not be, prepared.
+        reasons: why each flag of the layers was added, by the flag's name.
     """
 
     run: RunConfig
     flags: Flags
     machine: placement.Machine | None = None
     task_files: TaskFiles | None = None
+    reasons: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def args(self) -> dict[str, Any]:
@@ -67,7 +69,11 @@ class CompleteRun:
         """The run with the flags of these layers where no flag sets them yet; each layer sees those before it."""
         complete = self
         for layer in layers:
-            complete = replace(complete, flags=complete.flags.with_defaults(layer(complete)))
+            flags = complete.flags.with_defaults(layer(complete))
+            reasons = dict(complete.reasons)
+            for flag in Flags(flags.added[len(complete.flags.added) :]):
+                reasons[flag.name] = _REASONS[layer](flag.name, complete)
+            complete = replace(complete, flags=flags, reasons=reasons)
         return complete
 
     def on_machine(self) -> CompleteRun:
@@ -201,6 +207,16 @@ ALGORITHM: tuple[Layer, ...] = (of_folder, of_methods, of_preset)
 MACHINE: tuple[Layer, ...] = (of_hardware, of_placement)
 DATA: tuple[Layer, ...] = (of_task, of_limits)
 """The layers in their order: of several layers with one flag, the first one sets it."""
+_REASONS: dict[Layer, Callable[[str, CompleteRun], str]] = {
+    of_folder: added_flags.of_folder,
+    of_methods: added_flags.of_methods,
+    of_preset: added_flags.of_preset,
+    of_hardware: added_flags.of_hardware,
+    of_placement: added_flags.of_placement,
+    of_task: added_flags.of_task,
+    of_limits: added_flags.of_limits,
+}
+"""The function of each layer that says why it adds a flag."""
 
 
 # --- making it --------------------------------------------------------------------------------------

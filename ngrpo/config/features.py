@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from ngrpo.config.feature_kinds import (
+    ASYNC,
     CORRECTION,
     ESTIMATOR,
     GENERATED,
@@ -36,14 +37,21 @@ from perturbations.errors import UsageError
 
 PERTURBATION = part("perturbation", counts=lambda perturbation: perturbation.active)
 MASK = sampling("correct_mask")
+CENTERING = sampling("score_centering")
 ROUTING = when("--replay.routing", lambda combination: combination.run.replay_routing)
 
 
 def _first_replayed(combination: Combination) -> str:
-    return PERTURBATION.shown(combination) or MASK.shown(combination) or ROUTING.shown(combination)
+    for feature in (PERTURBATION, MASK, CENTERING, ROUTING):
+        shown = feature.shown(combination)
+        if shown:
+            return shown
+    return ""
 
 
-REPLAYED = Feature("--perturbation NAME, --sampling.correct_mask or --replay.routing", _first_replayed)
+REPLAYED = Feature(
+    "--perturbation NAME, --sampling.correct_mask, --sampling.score_centering or --replay.routing", _first_replayed
+)
 DENSITY = density()
 SCORE_ONLY = density("without a bounded ratio", lambda perturbation: perturbation.score_only)
 TOKENLESS = density("without a drawn token at its positions", lambda perturbation: not perturbation.draws_token)
@@ -76,6 +84,31 @@ def _sampling_choices(perturbation: Perturbation) -> list[tuple[str, object]]:
     return options
 
 
+def _draws_by_formula(perturbation: Perturbation) -> bool:
+    """Whether the probabilities of the perturbation's text are known, or no token of the text is weighed."""
+    return perturbation.samples_text or perturbation.has_text_probabilities or perturbation.has_density
+
+
+UNDRAWN = part(
+    "perturbation",
+    "with text that is not drawn",
+    lambda perturbation: perturbation.active and not _draws_by_formula(perturbation) and not perturbation.draws_text,
+)
+UNKNOWN_DRAWS = part(
+    "perturbation",
+    "with text chosen by noise",
+    lambda perturbation: perturbation.active and not _draws_by_formula(perturbation) and perturbation.draws_text,
+)
+UNRECORDED_DRAWS = part(
+    "perturbation",
+    "that draws the text, with until or protect",
+    lambda perturbation: (
+        perturbation.active
+        and not perturbation.samples_text
+        and perturbation.has_text_probabilities
+        and (perturbation.until is not None or perturbation.protect is not None)
+    ),
+)
 FROZEN_INPUT = part(
     "perturbation",
     "with freeze embedding or both",
@@ -98,6 +131,9 @@ TOKEN_WEIGHTS = {
     "--algo.advantage.is_correction_gating": "ratio",
     LOSS: "ppo",
 }
+
+
+SYNCHRONOUS = when(f"no {ASYNC}", lambda combination: not combination.flags.has(ASYNC))
 
 
 def _draws_ahead(combination: Combination) -> bool:
@@ -135,6 +171,7 @@ def kl_term(combination: Combination) -> str:
     return f"{KL} {coefficient}" if combination.flags.has(KL) else f"{KL} {coefficient} (OpenRLHF's default)"
 
 
+CRITIC = when(f"{ESTIMATOR} gae", lambda combination: combination.value(ESTIMATOR) == "gae")
 ONE_ANSWER = when(f"{SIZES[1]} 1", lambda combination: combination.value(SIZES[1]) == "1")
 LATE_REWARD = when(
     "a reward model",
@@ -145,6 +182,7 @@ EVAL_AT_START = when("--eval.at_start", lambda combination: combination.run.eval
 # --- LoRA -------------------------------------------------------------------------------------------
 
 LORA = flag("--ds.lora.rank", off="0")
+WITHOUT_LORA = when("no --ds.lora.rank", lambda combination: not LORA.shown(combination))
 _EMBEDDINGS = ("embed_tokens", "wte", "embeddings", "word_embeddings")
 _TARGET_MODULES = "--ds.lora.target_modules"
 

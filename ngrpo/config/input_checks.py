@@ -9,7 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from ngrpo.config import dataset_file
+from ngrpo.config import dataset_file, lora_check
 from ngrpo.config.dataset_file import CHECKED_ROWS, ColumnNames, DatasetFile, Example
 from ngrpo.config.feature_kinds import MODEL
 from ngrpo.config.run import RunConfig
@@ -228,7 +228,8 @@ def name_of(flags: Flags) -> str:
 
 
 def check_options(flags: Flags, run: RunConfig) -> str | None:
-    """The options of perturbation and policy noise and a local model, or why they were not compared."""
+    """The options of LoRA, perturbation and policy noise and a local model, or why they were not compared."""
+    lora_check.check_target_modules(flags, architecture.find_config(name_of(flags)))
     model = flags.value(MODEL) or ""
     if Path(name_of(flags)).expanduser().is_dir():
         return check_model(name_of(flags), run.perturbation, run.policy_noise)

@@ -30,11 +30,15 @@ OPTION_GROUPS = {
     REPLAY_BUFFER: f"{REPLAY_BUFFER} NAME and {REPLAY_BUFFER}.<option> VALUE",
     **{kind.flag: f"{kind.flag} NAME and {kind.flag}.<option> VALUE" for kind in run_level_kinds()},
     PERTURBATION: f"{PERTURBATION} NAME, {PERTURBATION}.<option> VALUE and {CONFIG} FILE",
-    SAMPLING: f"{SAMPLING}.top_k K, {SAMPLING}.min_p P, {SAMPLING}.correct_mask and {SAMPLING}.schedule NAME",
+    SAMPLING: (
+        f"{SAMPLING}.top_k K, {SAMPLING}.min_p P, {SAMPLING}.correct_mask, {SAMPLING}.score_centering and"
+        f" {SAMPLING}.schedule NAME"
+    ),
 }
 # Of several of these flags the last one counts, as of OpenRLHF's.
 _LAST_COUNTS = (_MODEL, "--preset", "--task", "--hardware", "--run-dir", "--log-file")
-_CORRECT_MASK = f"{SAMPLING}.correct_mask"
+_RECORDS_MASKS = {f"{SAMPLING}.correct_mask", f"{SAMPLING}.score_centering"}
+"""Switches with which each response comes with the tokens that sampling left."""
 # What vLLM 0.26 to 0.31 gives engines that are made as OpenRLHF makes them.
 _VLLM_RESPONSES = 128
 _VLLM_TOKENS = 2048
@@ -76,7 +80,7 @@ def run_config(argv: Sequence[str]) -> RunConfig:
     if "perturbation" not in specs and settings.get("reproducible") and f"{PERTURBATION}.seed" in ours:
         seed_note = f"{PERTURBATION}.seed has no effect where nothing is perturbed; the draws follow --train.seed."
         notes = (*notes, seed_note)
-    if "replay_buffer" in specs and not {PERTURBATION, _CORRECT_MASK, "--replay.routing"} & ours.keys():
+    if "replay_buffer" in specs and not {PERTURBATION, *_RECORDS_MASKS, "--replay.routing"} & ours.keys():
         raise UsageError(f"{REPLAY_BUFFER} is given, but nothing is recorded. Add {PERTURBATION} NAME.")
     if _MODEL in ours:
         if Flags(openrlhf).has(_ACTOR):
@@ -266,7 +270,7 @@ def _is_ours(name: str) -> bool:
 
 def _is_switch(name: str) -> bool:
     """Whether a flag is a setting that needs no value. Which options are switches depends on what they belong to."""
-    return name == _CORRECT_MASK or (name in SETTINGS and bool in kinds(RunConfig, SETTINGS[name].name))
+    return name in _RECORDS_MASKS or (name in SETTINGS and bool in kinds(RunConfig, SETTINGS[name].name))
 
 
 def _check_value(name: str, value: str | None) -> None:

@@ -84,22 +84,35 @@ class Sampling(Options):
     top_k: int | None = option(None, "draw rollout tokens from the k likeliest", low=1)
     min_p: float | None = option(None, "… from those with at least this share of the likeliest one's p", low=0, high=1)
     correct_mask: bool = option(False, "take log-probabilities among the tokens that top-p, top-k and min-p left")
+    score_centering: bool = option(False, "subtract the mean of the loss's score over the draws of a token")
     mask_gib: float | None = option(None, "memory of a worker's records of these tokens, in GiB; 8 if none", above=0.0)
     correction_warmup: int | None = option(
         None, "training steps over which the importance weights of the loss grow from 1 to their whole", low=1
     )
+    max_staleness: int | None = option(
+        None, "asynchronous training leaves responses out that are older, in weight syncs", low=0
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.mask_gib is not None and not self.correct_mask:
+        if self.mask_gib is not None and not self.records_masks:
             raise UsageError(
-                f"--sampling.mask_gib {self.mask_gib:g} is the memory of --sampling.correct_mask, which is not given."
-                " Add that flag, or leave this one out."
+                f"--sampling.mask_gib {self.mask_gib:g} is the memory of --sampling.correct_mask or"
+                " --sampling.score_centering, and neither is given. Add one of them, or leave this one out."
             )
 
+    @property
+    def records_masks(self) -> bool:
+        """Whether each response comes with the tokens that top-p, top-k and min-p left."""
+        return self.correct_mask or self.score_centering
+
     def given(self) -> dict[str, Any]:
-        """The settings that are on."""
-        return {name: value for name, value in self.spec().items() if value not in (None, False)}
+        """The settings that are on. A staleness of 0 is: it leaves out every response of earlier weights."""
+        return {
+            name: value
+            for name, value in self.spec().items()
+            if (value is not None if name == "max_staleness" else value)
+        }
 
     def masks(self) -> dict[str, Any]:
         """``top_k`` and ``min_p``, where set."""
@@ -108,22 +121,28 @@ class Sampling(Options):
     def described(self, flags: Flags) -> dict[str, float | int | None]:
         """All settings of the rollouts' draws, with those of OpenRLHF, for the results; None for no truncation."""
         of_openrlhf = {name: float(flags.value(flag) or 1.0) for name, flag in OF_OPENRLHF.items()}
-        return {**of_openrlhf, "top_k": self.top_k, "min_p": self.min_p, "correct_mask": self.correct_mask}
+        ours = {name: getattr(self, name) for name in ("top_k", "min_p", "correct_mask", "score_centering")}
+        return {**of_openrlhf, **ours}
 
-    def notes(self, flags: Flags) -> list[str]:
-        """A warning where the rollouts' distribution is truncated and the loss is of the whole one."""
+    def truncations(self, flags: Flags) -> dict[str, Any]:
+        """``top_k``, ``min_p`` and ``top_p``, where they cut tokens."""
         truncations = self.masks()
         top_p = self.described(flags)["top_p"] or 0.0
         if top_p < 1.0:
             truncations["top_p"] = top_p
-        if not truncations or self.correct_mask:
+        return truncations
+
+    def notes(self, flags: Flags) -> list[str]:
+        """A warning where the rollouts' distribution is truncated and the loss is of the whole one."""
+        truncations = self.truncations(flags)
+        if not truncations or self.records_masks:
             return []
         texts = [f"{name} {value}" for name, value in truncations.items()]
         return [  # docs/figures.md, `python -m benchmarks.sampling_mask`
             f"rollouts are drawn from a truncated distribution ({', '.join(texts)}), but"
             " the loss is of the whole one. On SmolLM2-135M each log-probability is off by 0.04 on average with top-p"
             " 0.95, by 0.06 with top-k 50 (at worst 0.96) and by 0.15 with min-p 0.05, always downwards, and a"
-            " baseline is not free. Add --sampling.correct_mask."
+            " baseline is not free. Add --sampling.correct_mask or --sampling.score_centering."
         ]
 
 
@@ -243,7 +262,16 @@ class RunConfig:
     @property
     def has_side_records(self) -> bool:
         """Whether a response has more than a record of perturbed inputs: a sampling mask, or experts."""
-        return self.sampling.correct_mask or self.replay_routing
+        return self.sampling.records_masks or self.replay_routing
+
+    @property
+    def has_weight_versions(self) -> bool:
+        """Whether responses carry the version of their weights: asynchronous training may use older ones.
+
+        Not with partial rollouts, in which a weight sync may come between two tokens of a response.
+        """
+        flags = Flags(self.openrlhf)
+        return flags.has("--train.async_enable") and not flags.has("--train.partial_rollout_enable")
 
     @property
     def changes_rollout_policy(self) -> bool:
@@ -253,7 +281,7 @@ class RunConfig:
             or self.policy_noise is not None
             or self.sampling_schedule is not None
             or self.sampling.correction_warmup is not None
-            or self.sampling.correct_mask
+            or self.sampling.records_masks
         )
 
     @property
@@ -263,7 +291,7 @@ class RunConfig:
             **{name: spec is not None for name, spec in self.methods.items()},
             "credit_in_loss": self.credit is not None and self.credit.acts_in_loss,
             "sampling": bool(self.sampling.given()),
-            "sampling_mask": self.sampling.correct_mask,
+            "sampling_mask": self.sampling.records_masks,
             "routing": self.replay_routing,
             "correction_warmup": self.sampling.correction_warmup is not None,
             "reproducible": self.reproducible,

@@ -4,6 +4,7 @@
 import shlex
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from math import ceil
 
 from ngrpo.config import flag_checks, input_checks, stretches
 from ngrpo.config.complete_run import CompleteRun
@@ -108,6 +109,51 @@ def gap_notes(complete: CompleteRun) -> Iterator[str]:
     )
 
 
+def centering_notes(complete: CompleteRun) -> Iterator[str]:
+    """A warning where tokens are drawn from the policy of the loss, so that their scores have mean 0 already."""
+    run = complete.run
+    perturbation = run.perturbation
+    draws_text = perturbation is not None and perturbation.active and not perturbation.samples_text
+    is_filtered = run.sampling.truncations(complete.flags) and not run.sampling.correct_mask
+    if run.sampling.score_centering and not (draws_text or is_filtered or run.sampling_schedule is not None):
+        yield (
+            "--sampling.score_centering has nothing to center: tokens are drawn from the policy of the loss. It is for"
+            " top-p, top-k, min-p, --sampling.schedule and --perturbation cuts, not for the engine's rounding."
+        )
+
+
+def staleness_notes(complete: CompleteRun) -> Iterator[str]:
+    """Warnings about a limit of staleness that leaves nothing out, or most of the rollouts."""
+    limit = complete.run.sampling.max_staleness
+    if limit is None:
+        return
+    greatest = greatest_staleness(complete.flags)
+    if limit >= greatest:
+        yield (
+            f"--sampling.max_staleness {limit} leaves nothing out: with these flags a response is at most"
+            f" {greatest} weight syncs older than the weights that train on it (--train.async_queue_size,"
+            " --rollout.vllm_generate_batch_size)."
+        )
+    elif limit == 0:
+        yield (
+            "--sampling.max_staleness 0 leaves out every rollout that was drawn during a training step, which is"
+            " about every second one, and in a longer queue more. A synchronous run draws none in vain."
+        )
+
+
+def greatest_staleness(flags: Flags) -> int:
+    """The greatest age that OpenRLHF 0.11.2's asynchronous training gives a response, in weight syncs.
+
+    With a queue of Q batches the generator begins batch n once the trainer has taken batch n − Q, after n − Q syncs;
+    n syncs were made before batch n is trained. An engine that draws G prompts at once for batches of B keeps the last
+    of them for ⌈G / B⌉ − 1 further steps.
+    """
+    queue = int(flags.or_default("--train.async_queue_size"))
+    batch = int(flags.or_default(SIZES[0]))
+    drawn_at_once = max(int(flags.or_default("--rollout.vllm_generate_batch_size") or 0), batch)
+    return queue + ceil(drawn_at_once / batch) - 1
+
+
 def loss_notes(complete: CompleteRun) -> Iterator[str]:
     """Warnings about a perturbation's entry in the loss: a score with another mean than 0, an off-policy density."""
     run, flags = complete.run, complete.flags
@@ -116,7 +162,7 @@ def loss_notes(complete: CompleteRun) -> Iterator[str]:
         return
     subject = f"--perturbation {perturbation.name}"
     unbalanced = _unbalanced_advantages(complete)
-    if unbalanced is not None and not perturbation.zero_mean_score:
+    if unbalanced is not None and not perturbation.zero_mean_score and not run.sampling.score_centering:
         density = f" with --perturbation.density {perturbation.spec()['density']}" if perturbation.has_density else ""
         yield (
             f"{subject}{density}: the mean of its score is not 0. The advantages of {unbalanced} do not sum to zero"
@@ -151,6 +197,8 @@ NOTES: tuple[Callable[[CompleteRun], Iterable[str]], ...] = (
     alarm_notes,
     batch_notes,
     gap_notes,
+    centering_notes,
+    staleness_notes,
     loss_notes,
     lambda complete: flag_checks.last_step_notes(complete.flags),
     stretches.notes,

@@ -23,7 +23,14 @@ from ngrpo.rollout.perturber import RolloutPerturber
 from ngrpo.rollout.requests import RunningRequests
 from ngrpo.rollout.routed_experts import RoutedExperts
 from ngrpo.rollout.sampling_support import SamplingMaskStore
-from ngrpo.rollout.settings import ROUTED_EXPERTS, SAMPLING_MASKS, fingerprint, read_mask_limit, read_schedule
+from ngrpo.rollout.settings import (
+    FULL_LOG_PROBS,
+    ROUTED_EXPERTS,
+    SAMPLING_MASKS,
+    fingerprint,
+    read_mask_limit,
+    read_schedule,
+)
 from ngrpo.rollout.step_graphs import SIZES, rows_of_buffers
 from ngrpo.rollout.trajectories import TrajectoryStore
 from perturbations import Perturbation, ReplayBuffer, UsageError, parameters
@@ -149,6 +156,7 @@ class AttachedPerturbation:
             runner.device,
             module=module,
             masks=masks,
+            full_log_probs=config.get(FULL_LOG_PROBS, False),
             schedule=self.schedule,
             routed=self._routed,
             graphs=self._graphs,

@@ -71,6 +71,7 @@ class RolloutPerturber:
         device: torch.device,
         module: nn.Module | None = None,
         masks: SamplingMaskStore | None = None,
+        full_log_probs: bool = False,
         schedule: SamplingSchedule | None = None,
         routed: RoutedExperts | None = None,
         graphs: bool = True,
@@ -86,6 +87,7 @@ class RolloutPerturber:
             device: of the model.
             module: the perturbation's learned module, if it has one.
             masks: the store of the tokens that sampling left; None where these are not recorded.
+            full_log_probs: whether recorded log π is over the whole vocabulary also where there are masks.
             schedule: changes temperatures; None for none.
             routed: records the experts of each token; None where these are not recorded.
             graphs: whether a step may be captured as a CUDA graph.
@@ -108,7 +110,7 @@ class RolloutPerturber:
             lookup=override.lookup,
             device=device,
             module=module,
-            masked=masks is not None,
+            masked=masks is not None and not full_log_probs,
         )
         # A schedule and the store of masks read the logits outside of graphs, and some perturbations the hidden states.
         stays_outside = perturbation.reads_hidden or masks is not None or schedule is not None

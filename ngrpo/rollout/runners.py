@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's two model runners, V1 and V2 (0.26 to 0.32): where the perturber takes part in a step.
+"""vLLM's two model runners, V1 and V2 (0.26 to 0.33): where the perturber takes part in a step.
 
 Three bound methods of a runner are wrapped, by which it learns which requests come and go, lays out the inputs of a
 forward, and draws the tokens. The wrappers look up the perturber at each step, since it can be replaced.
@@ -264,15 +264,17 @@ class _SamplingV2(NamedTuple):
         if states.any_greedy(slots_np):
             cold = temperature == 0.0
             temperature = torch.where(cold, 1.0, temperature)
-        top_k, top_p = states.get_top_k_top_p(slots, slots_np)
+        # Read as temperature and min-p are: the parameters of get_top_k_top_p differ between releases.
+        has_top_k = bool((states.top_k.np[slots_np] != states.vocab_size).any())
+        has_top_p = bool((states.top_p.np[slots_np] != 1.0).any())
         return cls(
             perturber=perturber,
             composition=perturber.composition,
             temperature=temperature,
             cold=cold,
             min_p=bool(states.min_p.np[slots_np].any()),
-            top_k=top_k,
-            top_p=top_p,
+            top_k=states.top_k.gpu[slots] if has_top_k else None,
+            top_p=states.top_p.gpu[slots] if has_top_p else None,
         )
 
 

@@ -26,6 +26,8 @@ REPLAY_BUFFER = "perturbation_replay_buffer"
 SEEDED_DRAWS = "seeded_draws"
 # Record which tokens sampling left at each position; implies seeded draws.
 SAMPLING_MASKS = "sampling_masks"
+# Record log π over the whole vocabulary. Otherwise it is over the tokens that sampling left, where these are recorded.
+FULL_LOG_PROBS = "full_log_probs"
 # Record which experts each token was sent to; implies seeded draws.
 ROUTED_EXPERTS = "routed_experts"
 # The memory in GiB that the sampling masks of a worker's running requests may take.
@@ -41,7 +43,7 @@ def read(additional_config: object) -> Perturbation | None:
     """The engine's perturbation; ``none`` if only seeded draws are requested; None for an engine that stays vLLM's."""
     config = _dictionary(additional_config)
     switches = {name: config.get(name, False) for name in (SEEDED_DRAWS, SAMPLING_MASKS, ROUTED_EXPERTS)}
-    for name, value in switches.items():
+    for name, value in {**switches, FULL_LOG_PROBS: config.get(FULL_LOG_PROBS, False)}.items():
         if not isinstance(value, bool):
             raise UsageError(f"additional_config[{name!r}]={value!r}: must be True or False.")
     read_mask_limit(config)

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ngrpo import patches
+from ngrpo.machine.progress import announce
 from ngrpo.machine.upstream.patch import around
 from ngrpo.machine.upstream.types import EngineCore, VllmConfig
 from ngrpo.rollout.check_texts import Answer, CheckTexts, Comparison, check_texts, compared, distance, record_of
@@ -114,6 +115,8 @@ def check_core(core: EngineCore) -> float:
     """Runs the check's requests in an idle engine and judges the results; returns the seconds that it took."""
     began = time.perf_counter()
     model = core.vllm_config.model_config
+    if not getattr(core, _PASSED, False):  # further ones, after weight syncs, take less than a second
+        announce("start-up check of the engine")
     # The check's own requests ask for no check; a failure leaves it due, so that no request runs unchecked.
     setattr(core, _DUE, False)
     try:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from perturbations import InputEdit, Perturbation, Proposal, Step, UsageError, option, register
+from perturbations import InputEdit, Perturbation, Proposal, Step, UsageError, option, register, row_blocks
 from perturbations.base import Replayed, density_option
 from perturbations.edit import one_hot
 from perturbations.replay.packing import MOST_CANDIDATES
@@ -46,15 +46,32 @@ class CUTS(LikeliestTokens):
         """
         scale = step.temperature.unsqueeze(-1)  # z̃ times the temperature is z
         values, ids = step.top(self.k)  # (B, k) each
-        probabilities = (values * scale - step.log_total(scale).unsqueeze(-1)).exp()
-        is_candidate = probabilities >= self.delta
-        is_candidate |= ~is_candidate.any(dim=-1, keepdim=True)  # all k where none has the probability
+        is_candidate = self._are_candidates(values * scale, step.log_total(scale))
         if step.drawable is not None:
             is_candidate &= step.drawable.gather(-1, ids) > -torch.inf
         # The largest of the candidates' uniform draws, one for each token, is any of them with the same probability.
         draws = torch.where(is_candidate, step.uniform(ids), -1.0)
         token = torch.where(is_candidate.any(dim=-1), winners(ids, draws), step.sampled)
         return Proposal(one_hot(token), token)
+
+    def text_probabilities(self, logits: Tensor, temperature: float, left: Tensor) -> Tensor:
+        """1 / |S| at the candidates S of :meth:`propose`; the filtered policy where the filters left none of them."""
+        values, ids = row_blocks.largest(logits, self.k)  # (N, k) each
+        is_candidate = self._are_candidates(values * temperature, row_blocks.log_total(logits * temperature))
+        is_candidate &= left.gather(-1, ids)
+        count = is_candidate.sum(dim=-1, keepdim=True)  # (N, 1)
+        uniform = torch.zeros_like(logits).scatter(-1, ids, is_candidate.to(logits) / count.clamp_min(1))
+        filtered_policy = logits.masked_fill(~left, -torch.inf).softmax(dim=-1)
+        return torch.where(count > 0, uniform, filtered_policy)
+
+    def _are_candidates(self, scores: Tensor, log_total: Tensor) -> Tensor:
+        """Which of the k likeliest tokens have p ≥ δ, or all of them where none has, (N, k) bool.
+
+        ``scores``: their z, (N, k). ``log_total``: log Σ exp z over the vocabulary, (N,).
+        """
+        probabilities = (scores - log_total.unsqueeze(-1)).exp()
+        is_candidate = probabilities >= self.delta
+        return is_candidate | ~is_candidate.any(dim=-1, keepdim=True)
 
 
 @register("multiplex")

@@ -9,18 +9,19 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-from perturbations import Gate, Perturbation, registry
+from perturbations import Gate, Perturbation, registry, user_files
 from perturbations.options import Limits, Options, coerce
 from perturbations.testing import gate as gate_checks
 from perturbations.testing import proposal
-from perturbations.testing.report import PerturbationError, require
+from perturbations.testing.report import Check, NoAnswer, NotRun, PerturbationError, require
 
-__all__ = ["PerturbationError", "check_gate", "check_perturbation", "inspect", "outcomes"]
+__all__ = ["Check", "NotRun", "PerturbationError", "check_gate", "check_perturbation", "inspect", "outcomes"]
 
 _RESERVED = ("name", "config", "source")
 _CALL_SUPER = "Call super().__post_init__() first in your __post_init__: it checks the ranges."
 _Target = Options | type[Options] | str
-_Checks = Iterator[tuple[str, Callable[[], object]]]  # the title of each check, and its call
+_Checks = Iterator[Check]
+_Outcomes = Iterator[tuple[str, PerturbationError | None]]
 
 
 def check_perturbation(perturbation: Perturbation | type[Perturbation] | str, **options: object) -> None:
@@ -37,10 +38,10 @@ def check_gate(gate: Gate | type[Gate] | str, **options: object) -> None:
     _raise_first(inspect(gate, "gate", **options))
 
 
-def inspect(
-    target: _Target, kind: str = "perturbation", **options: object
-) -> Iterator[tuple[str, PerturbationError | None]]:
-    """Yields each check and its error, or None; nothing follows where the class itself is wrong.
+def inspect(target: _Target, kind: str = "perturbation", **options: object) -> _Outcomes:
+    """Yields each check's title and its error, or None; nothing follows where the class itself is wrong.
+
+    The error is a :class:`NotRun` where the check needs the result of an earlier one that is wrong.
 
     ``target`` and ``options`` as of :func:`check_perturbation`; ``kind``: ``perturbation`` or ``gate``.
     """
@@ -50,7 +51,7 @@ def inspect(
 
 def outcomes(
     target: _Target, registry: registry.Registry, own: Callable[[Any], _Checks], options: dict[str, Any]
-) -> Iterator[tuple[str, PerturbationError | None]]:
+) -> _Outcomes:
     """As :func:`inspect`, for any registry; ``own`` gives the checks of its kind beyond those of all options."""
     if isinstance(target, str):
         cls = registry.get(target)
@@ -71,52 +72,76 @@ def outcomes(
         cls.check_option_names(list(options))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)
-            made = cls(**options)
+            try:
+                made = cls(**options)
+            except ValueError:  # a value that the class refuses
+                raise
+            except Exception as error:
+                yield "an object is made of its options", _error_of_file(error)
+                return
     yield "values out of range are refused, in words", _outcome(partial(check_options, made))
     yield "another process makes the same from its spec", _outcome(partial(check_spec, made))
-    for title, check in own(made):
-        yield title, _outcome(check)
+    wrong_check = ""
+    for check in own(made):
+        if wrong_check:
+            yield check.title, NotRun(wrong_check)
+            continue
+        error = _outcome(check.call)
+        if check.needed and isinstance(error, NoAnswer):
+            wrong_check = check.title
+        yield check.title, error
 
 
 def _perturbation_checks(perturbation: Perturbation) -> _Checks:
-    yield "a small model that it fits", partial(proposal.check_model, perturbation)
-    try:
-        vocabulary = proposal.check_model(perturbation)
-    except PerturbationError:
+    yield Check("a small model that it fits", partial(proposal.check_model, perturbation))
+    if _outcome(partial(proposal.check_model, perturbation)) is not None:
         return
+    vocabulary = proposal.check_model(perturbation)
     if perturbation.has_parameters:
-        yield "its learned parameters", partial(proposal.check_module, perturbation)
-    for label, step in proposal.steps(vocabulary):
-        yield f"proposals for {label}", partial(proposal.check_step, perturbation, label, step)
+        yield Check("its learned parameters", partial(proposal.check_module, perturbation))
+    for number, (label, step) in enumerate(proposal.steps(vocabulary)):
+        check = partial(proposal.check_step, perturbation, label, step)
+        yield Check(f"proposals for {label}", check, needed=number == 0)
     _, step = proposal.steps(vocabulary)[1]
-    yield "no wait for the device", partial(proposal.check_waits, perturbation, step)
+    yield Check("no wait for the device", partial(proposal.check_waits, perturbation, step))
 
 
 def _gate_checks(gate: Gate) -> _Checks:
-    yield "it decides something", partial(gate_checks.check_decides, gate)
-    yield "its plan of positions", partial(gate_checks.check_plan, gate)
-    yield "the state that it declares", partial(gate_checks.check_state, gate)
+    yield Check("it decides something", partial(gate_checks.check_decides, gate))
+    yield Check("its plan of positions", partial(gate_checks.check_plan, gate))
+    yield Check("the state that it declares", partial(gate_checks.check_state, gate))
     if _outcome(partial(gate_checks.check_state, gate)) is not None:
         return
-    for label, step in proposal.steps(64):
-        yield f"open rows for {label}", partial(gate_checks.check_open, gate, label, step)
+    for number, (label, step) in enumerate(proposal.steps(64)):
+        check = partial(gate_checks.check_open, gate, label, step)
+        yield Check(f"open rows for {label}", check, needed=number == 0)
 
 
 _SUITES = {"perturbation": (registry.perturbations, _perturbation_checks), "gate": (registry.gates, _gate_checks)}
 
 
 def _outcome(check: Callable[[], object]) -> PerturbationError | None:
-    """The error of a check, or None where it passes."""
+    """The error of a check, or None where it passes; an error that arises in a user's file names its line."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         try:
             check()
         except PerturbationError as error:
             return error
+        except Exception as error:
+            return _error_of_file(error)
     return None
 
 
-def _raise_first(results: Iterator[tuple[str, PerturbationError | None]]) -> None:
+def _error_of_file(error: Exception) -> PerturbationError:
+    """An error that arose in a user's file, with the file's line; any other error is raised again."""
+    fault = user_files.fault(error)
+    if fault is None:
+        raise error
+    return PerturbationError(fault.removesuffix(user_files.FIX_THAT_LINE).rstrip(), "Correct that line.")
+
+
+def _raise_first(results: _Outcomes) -> None:
     for _, error in results:
         if error is not None:
             raise error

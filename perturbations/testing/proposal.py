@@ -7,13 +7,14 @@ import logging
 import torch
 from torch import Tensor, nn
 
-from perturbations import InputEdit, Perturbation, Proposal, Step, streams
+from perturbations import InputEdit, Perturbation, Proposal, Step, streams, user_files
 from perturbations.base import Replayed
 from perturbations.edit import realise
 from perturbations.embeddings import matrix_embeddings
 from perturbations.testing.report import (
     CLOSE,
     EVERY_ROW,
+    NoAnswer,
     PerturbationError,
     answered,
     check_answers,
@@ -95,16 +96,17 @@ def with_hidden(step: Step, module: nn.Module | None, size: int = _DIMENSION) ->
 def check_step(perturbation: Perturbation, label: str, step: Step) -> None:
     """The proposals for one step: valid, repeatable, and each row's own."""
     where = f"{perturbation.name}, {label}:"
+    method = f"propose(){user_files.place(perturbation.propose)}"
     if perturbation.reads_hidden:
         step = with_hidden(step, perturbation.module(_DIMENSION))
 
     def proposed(step: Step) -> Proposal:
-        proposal = answered(f"{where} propose()", lambda: perturbation.propose(step))
-        require(
-            isinstance(proposal, Proposal) and isinstance(proposal.edit, InputEdit),
-            f"{where} propose() returns {type(proposal).__name__}.",
-            "Return Proposal(InputEdit(ids, weights), tokens): what is fed, and the token of the text.",
-        )
+        proposal = answered(f"{where} propose()", lambda: perturbation.propose(step), _expected_shapes(step))
+        if not isinstance(proposal, Proposal) or not isinstance(proposal.edit, InputEdit):
+            raise NoAnswer(
+                f"{where} {method} returns {type(proposal).__name__}.",
+                "Return Proposal(InputEdit(ids, weights), tokens): what is fed, and the token of the text.",
+            )
         _check_proposal(perturbation, step, proposal, where)
         return proposal
 
@@ -124,6 +126,15 @@ def check_step(perturbation: Perturbation, label: str, step: Step) -> None:
         )
 
 
+def _expected_shapes(step: Step) -> str:
+    """The shapes of a step and of the proposal for it, in a sentence."""
+    rows, vocabulary = step.logits.shape
+    return (
+        f"In this check step.logits is ({rows}, {vocabulary}) and step.sampled ({rows},). Return ids ({rows}, k) in"
+        f" int64, weights ({rows}, k) in float32 and tokens ({rows},) in int64, for any logits and any number of rows."
+    )
+
+
 def check_waits(perturbation: Perturbation, step: Step) -> None:
     """A proposal needs no value on the host; a neighbor index may work there, since it is an operator of its own."""
     module = perturbation.module(_DIMENSION) if perturbation.reads_hidden else None
@@ -139,9 +150,10 @@ def _check_proposal(perturbation: Perturbation, step: Step, proposal: Proposal, 
     edit = proposal.edit
     device = step.logits.device
     width = edit.ids.shape[-1] if isinstance(edit.ids, Tensor) and edit.ids.dim() == 2 else 1
-    check_tensor(f"{where} edit.ids", edit.ids, (rows, max(width, 1)), torch.int64, device)
-    check_tensor(f"{where} edit.weights", edit.weights, (rows, width), torch.float32, device)
-    check_tensor(f"{where} tokens", proposal.tokens, (rows,), torch.int64, device)
+    place = user_files.place(perturbation.propose)
+    check_tensor(f"{where} edit.ids{place}", edit.ids, (rows, max(width, 1)), torch.int64, device)
+    check_tensor(f"{where} edit.weights{place}", edit.weights, (rows, width), torch.float32, device)
+    check_tensor(f"{where} tokens{place}", proposal.tokens, (rows,), torch.int64, device)
     for name, ids in (("edit.ids", edit.ids), ("tokens", proposal.tokens)):
         is_wrong = (ids < 0) | (ids >= vocabulary)
         _refuse(ids, is_wrong, f"{where} {name}", f"Token ids must be in [0, {vocabulary - 1}].")
@@ -233,6 +245,18 @@ def _check_text(perturbation: Perturbation, step: Step, proposal: Proposal, wher
         not perturbation.samples_text or torch.equal(proposal.tokens, step.sampled),
         f"{where} samples_text is True, but another token than the sampled one is in the text.",
         "Return step.sampled, or leave samples_text at False: importance weights would be wrong.",
+    )
+    if not perturbation.has_text_probabilities:
+        return
+    left = ~(step.logits if step.drawable is None else step.drawable).isneginf()
+    probabilities = perturbation.text_probabilities(step.logits, float(step.temperature[0]), left)
+    label = f"{where} text_probabilities()"
+    check_tensor(label, probabilities, tuple(step.logits.shape), torch.float32, step.logits.device)
+    sums = probabilities.sum(dim=-1)
+    _refuse(sums, (sums - 1.0).abs() > 1e-4, f"{label}, summed over the vocabulary,", "It must sum to 1.")
+    of_text = probabilities.gather(-1, proposal.tokens.unsqueeze(-1)).flatten()
+    _refuse(
+        of_text, of_text <= 0.0, f"{label} of the token in the text", "It must be above 0 for what propose() draws."
     )
 
 

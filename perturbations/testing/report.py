@@ -4,7 +4,7 @@
 import dataclasses
 import random
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -35,6 +35,31 @@ class PerturbationError(AssertionError):
         return f"{self.what} {self.fix}"
 
 
+class NoAnswer(PerturbationError):
+    """A method raises, or its result has a wrong type, shape or dtype, so that nothing can be said of its values."""
+
+
+class NotRun(PerturbationError):
+    """The outcome of a check that needs the result of an earlier one, which is wrong; it is not counted as a fault."""
+
+    def __init__(self, needed: str) -> None:
+        super().__init__(f"It needs {needed!r}, which is wrong.", "Correct that first.")
+
+
+class Check(NamedTuple):
+    """One check of a suite.
+
+    Attributes:
+        title: what it checks, for the screen.
+        call: raises :class:`PerturbationError` where that does not hold.
+        needed: whether the checks after it are not run where it ends in :class:`NoAnswer`.
+    """
+
+    title: str
+    call: Callable[[], object]
+    needed: bool = False
+
+
 def require(holds: object, what: str, fix: str) -> None:
     """Raises :class:`PerturbationError` unless something holds."""
     if not holds:
@@ -42,38 +67,36 @@ def require(holds: object, what: str, fix: str) -> None:
 
 
 def check_tensor(label: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-    """Raises unless it is a tensor of this shape, type and device; ``label`` names owner and tensor."""
-    require(
-        isinstance(tensor, Tensor),
-        f"{label} is a {type(tensor).__name__}.",
-        f"It must be a tensor of shape {shape}.",
-    )
-    require(
-        tuple(tensor.shape) == shape,
-        f"{label} has shape {tuple(tensor.shape)}.",
-        f"It must be {shape}: one row for each position.",
-    )
-    require(
-        tensor.dtype == dtype,
-        f"{label} is {tensor.dtype}.",
-        f"It must be {dtype}: convert it with .to({dtype}).",
-    )
-    require(
-        tensor.device == device,
-        f"{label} is on {tensor.device}.",
-        f"It must be on the logits' device, {device}: make tensors with device=step.logits.device.",
-    )
+    """Raises :class:`NoAnswer` unless it is a tensor of this shape, type and device.
+
+    ``label``: owner and name of the tensor, for the message.
+    """
+    if not isinstance(tensor, Tensor):
+        raise NoAnswer(f"{label} is a {type(tensor).__name__}.", f"It must be a tensor of shape {shape}.")
+    if tuple(tensor.shape) != shape:
+        raise NoAnswer(
+            f"{label} has shape {tuple(tensor.shape)}.",
+            f"It must be {shape}: one row for each position.",
+        )
+    if tensor.dtype != dtype:
+        raise NoAnswer(f"{label} is {tensor.dtype}.", f"It must be {dtype}: convert it with .to({dtype}).")
+    if tensor.device != device:
+        raise NoAnswer(
+            f"{label} is on {tensor.device}.",
+            f"It must be on the logits' device, {device}: make tensors with device=step.logits.device.",
+        )
 
 
 def answered(label: str, call: Callable[[], _Result], fix: str = "It must accept any logits.") -> _Result:
-    """A call's result; raises :class:`PerturbationError` where it fails. ``label`` names owner and method."""
+    """A call's result; raises :class:`NoAnswer` where it fails. ``label`` names owner and method."""
     try:
         return call()
     except Exception as error:
-        fault = user_files.fault(error)  # the line of the user's file, and a fix
-        if fault:
-            raise PerturbationError(f"{label}: {fault}", "") from error
-        raise PerturbationError(f"{label} raises {type(error).__name__}: {error}", fix) from error
+        fault = user_files.fault(error)
+        if fault is not None:
+            what = fault.removesuffix(user_files.FIX_THAT_LINE).rstrip()
+            raise NoAnswer(f"{label}: {what}", f"Correct that line. {fix}") from error
+        raise NoAnswer(f"{label} raises {type(error).__name__}: {error}", fix) from error
 
 
 def differing(one: object, two: object, exact: bool = False, name: str = "it") -> str | None:

@@ -2,6 +2,7 @@
 """Bounds, defaults and refusals: lines that only a value at the edge holds."""
 
 _ADVANTAGES = "methods/advantages/test_advantages.py"
+_OF_STEP = "methods/advantages/test_advantages_of_step.py"
 _FURTHER = "methods/advantages/test_advantages_further.py"
 _ROUTING = "perturbations/replay/test_routing.py"
 _SIGNIFICANCE = "workbench/test_statistics.py"
@@ -54,7 +55,7 @@ MUTATIONS = {
             "spo: wrong answers are a share",
         ),
     ],
-    ("ngrpo/trainers/openrlhf/step_advantages.py", _ADVANTAGES): [
+    ("ngrpo/trainers/openrlhf/step_advantages.py", _OF_STEP): [
         ("advantage.at_step(maker.training_step)", "advantage.at_step(0)", "options that change stay at step 0"),
         (
             "uniform = rewards.amax(-1) == rewards.amin(-1)",

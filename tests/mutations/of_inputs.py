@@ -7,11 +7,14 @@ _STORE = "perturbations/replay/sampling_mask.py"
 _LEFT = "ngrpo/rollout/sampling_support.py"
 _MASKED = "trainers/common/test_mask_correction.py"
 _STORED = "rollout/test_sampling_support.py"
+_LATENT = "perturbations/methods/test_latent.py"
 _MIXTURES = "perturbations/methods/test_strategies_mixtures.py"
+_RECORDS = "perturbations/test_density_of_records.py"
+_MULTIPLEX = "perturbations/methods/test_multiplex.py"
 _SETS = "perturbations/test_top_tokens.py"
 
 MUTATIONS = {
-    ("perturbations/density.py", "perturbations/test_density.py"): [
+    ("perturbations/density.py", f"perturbations/test_density.py {_RECORDS}"): [
         ("(2.0 * scale.square())", "scale.square()", "gaussian: σ² in the place of 2 σ²"),
         ("noise.detach().clamp(low, high)", "noise", "gumbel: the noise is not clamped"),
         ("-noise - torch.exp(-noise)", "-noise - torch.exp(noise)", "gumbel: the sign in the exponential"),
@@ -20,7 +23,7 @@ MUTATIONS = {
         ("used.sum(dim=-1).clamp_min(1)", "used.shape[-1]", "the mean is over all candidates"),
         (' + require(normalizer, "edit.normalizer").unsqueeze(-1)', "", "gumbel, dirichlet: the total is missing"),
     ],
-    ("perturbations/methods/soft_grpo.py", "perturbations/test_density.py"): [
+    ("perturbations/methods/soft_grpo.py", _RECORDS): [
         ("edit.normalizer, self.tau)", "edit.normalizer)", "gumbel: τ is missing where y comes back"),
         (
             "densities.distinct(edit.ids) & (edit.weights != 0.0)",
@@ -28,7 +31,7 @@ MUTATIONS = {
             "normal: ids that top-p cut take part",
         ),
     ],
-    ("perturbations/methods/gaussian.py", "perturbations/test_density.py"): [
+    ("perturbations/methods/gaussian.py", _RECORDS): [
         (
             "scale = replayed.temperature / self.tau",
             "scale = 1.0 / self.tau",
@@ -83,7 +86,7 @@ MUTATIONS = {
     (_LEFT, _STORED): [
         ("bits[:, -1] &= (1 << size % 8) - 1", "bits[:, -1] &= 0xFF", "sampling mask: ids beyond the vocabulary"),
     ],
-    ("perturbations/methods/token_draws.py", _MIXTURES): [
+    ("perturbations/methods/token_draws.py", _MULTIPLEX): [
         (
             "masked_fill(is_repeated, -torch.inf)",
             "masked_fill(is_repeated, 0.0)",
@@ -91,7 +94,7 @@ MUTATIONS = {
         ),
         ("scores.sum(dim=-1)", "scores[:, 0] * self.k", "multiplex: the density of the first draw alone"),
     ],
-    ("perturbations/step.py", _MIXTURES): [
+    ("perturbations/step.py", _MULTIPLEX): [
         ("torch.where(is_excluded, -torch.inf, logits)", "logits", "distinct draws: a token twice"),
         ("self.logits if self.drawable is None else self.drawable", "self.logits", "further draws ignore the mask"),
         ("streams.exponential(keys, counters).log()", "streams.gumbel(keys, counters)", "further draws: the sign"),
@@ -106,7 +109,7 @@ MUTATIONS = {
         ("probabilities >= self.delta", "probabilities >= 0.0", "cuts: no token is too unlikely"),
         ("step.uniform(ids)", "step.gumbel(ids) + values", "cuts: drawn by probability"),
     ],
-    ("perturbations/methods/latent.py", _MIXTURES): [
+    ("perturbations/methods/latent.py", _LATENT): [
         ("noisy_log_p / self.tau", "noisy_log_p", "lepo: τ is missing"),
         (
             "tokens=ids[:, 0])",
@@ -127,7 +130,7 @@ MUTATIONS = {
         ("opened = allowed\n", "opened = allowed | True\n", "verdict: what top-k cut stands in the text"),
         ("opened & self.open(rows, step, first)", "opened", "verdict: thinking never ends"),
     ],
-    ("perturbations/gates/further.py", _MIXTURES): [
+    ("perturbations/gates/further.py", _LATENT): [
         ("positions.generated < self.length", "positions.positions < self.length", "first: the prompt is counted"),
     ],
     ("perturbations/gates/further.py", "perturbations/gates/test_state.py"): [

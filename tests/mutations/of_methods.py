@@ -5,6 +5,7 @@ _FLAGS = "config/test_advantages_flags.py"
 _FURTHER = "methods/advantages/test_advantages_further.py"
 _OBJECTIVES = "methods/advantages/test_advantages_objectives.py"
 _IN_LOSS = "methods/credits/test_credits_by_hand.py methods/credits/test_credits_loss.py"
+_CENTERING = "trainers/common/test_score_centering.py"
 _SECOND_ROUNDS = "methods/second_rounds/test_second_rounds.py"
 _SECOND_ROUNDS_TRAINING = "methods/second_rounds/test_second_rounds_training.py"
 
@@ -39,14 +40,14 @@ MUTATIONS = {
         ('("0.16", "0.24")', '("0.24", "0.16")', "ngrpo: the clip range the wrong way round"),
         ("{self.max_reward - self._rounding:.7f}", "{self.max_reward:.7f}", "ngrpo: 0.7 is not 0.7 in float32"),
     ],
-    ("ngrpo/trainers/openrlhf/step_advantages.py", "methods/advantages/test_advantages.py"): [
+    ("ngrpo/trainers/openrlhf/step_advantages.py", "methods/advantages/test_advantages_of_step.py"): [
         ("[self._seen[key] - 1 for key in keys]", "[self._seen[key] for key in keys]", "copo: an answer counts itself"),
     ],
     ("ngrpo/trainers/common/mismatch.py", "trainers/common/test_step_metrics.py"): [
         (
             "agreed=int(record.agreed[is_counted].sum())",
             "agreed=int(record.agreed.sum())",
-            "anchor_agreement counts positions that its denominator leaves out",
+            "sampled_token_kept counts positions that its denominator leaves out",
         ),
     ],
     ("ngrpo/methods/advantages/best_of_k.py", _OBJECTIVES): [
@@ -112,7 +113,42 @@ MUTATIONS = {
     ],
     ("ngrpo/trainers/common/policy_loss.py", _IN_LOSS): [
         ("term - term.detach()", "term", "the term moves the ratio"),
-        ("attention_mask.shape[1] - 1 - action", "attention_mask.shape[1] - action", "the row after the token"),
+        ("(sample, position - 1, shape", "(sample, position, shape", "the row after the token"),
+    ],
+    ("ngrpo/trainers/common/score_centering.py", _CENTERING): [
+        ("weighted.sum(dim=-1, keepdim=True) * log_policy", "log_policy", "centering: coefficients that sum to 1"),
+        ("ratio.clamp(self.low, self.high)", "ratio", "centering: weights without bounds"),
+        ("ratio, 0.0)\n        return", "ratio, 1.0)\n        return", "centering: dropped weights are 1"),
+        ("* (sampler.temperature / temperature)", "* torch.ones_like(temperature)", "centering: e3's temperature"),
+        ("of_request / factor", "of_request * factor", "centering: a hot schedule is taken for a cold one"),
+        ("position - records[sample].prompt_tokens", "position", "centering: the prompt's tokens are generated ones"),
+        (
+            "position in perturbed_by_sample[sample]\n",
+            "draws_text\n",
+            "centering: every position is the perturbation's",
+        ),
+        ("ids is not None and not sampler.corrects_mask", "False", "centering: q of the filters is forgotten"),
+        ("old_log_probs - mean_of_scores", "old_log_probs + mean_of_scores", "centering: the mean is added"),
+        ("(of_mean - of_mean.detach())", "of_mean", "centering: the logged loss moves"),
+        (
+            "rollout_log_probs=old_log_probs,",
+            "rollout_log_probs=rollout_log_probs,",
+            "centering: the mean is weighted twice",
+        ),
+        ("abs().sum() / (2 * token_count)", "abs().sum() / (2 * len(scores))", "centering: removed of a block"),
+    ],
+    ("perturbations/methods/token_draws.py", _CENTERING): [
+        ("is_candidate &= left.gather(-1, ids)\n", "pass\n", "cuts: q of tokens that were cut"),
+        ("torch.where(count > 0, uniform, filtered_policy)", "uniform", "cuts: q is 0 where the filters left none"),
+        ("self._are_candidates(values * temperature", "self._are_candidates(values", "cuts: δ at another temperature"),
+    ],
+    ("ngrpo/trainers/openrlhf/rollout_actor.py", _CENTERING): [
+        (
+            "run.sampling.score_centering and not run.sampling.correct_mask,",
+            "False,",
+            "centering: the mismatch is measured against log-probabilities of the tokens left",
+        ),
+        ("temperature=conversation.sampling[", "temperature=1.0 or [", "centering: a request without its temperature"),
     ],
     ("ngrpo/methods/credits/token_credits.py", "methods/credits/test_credits.py"): [
         ("entropies.topk(", "(-entropies).topk(", "top_entropy: the smallest entropies"),

@@ -103,7 +103,7 @@ MUTATIONS = {
         ("for folder in (own, *own.parents):", "for folder in (own,):", "host: the limit of an outer cgroup"),
         ("if needed > free + kept:", "if needed > free:", "host: checkpoints that will be replaced"),
         ('needed = size * args["ckpt.max_num"]', "needed = size", "host: one checkpoint of several"),
-        ("weights = 4 if", "weights = 2 if", "host: float32 weights of a checkpoint"),
+        ("weights *= 2", "weights *= 1", "host: float32 weights of a checkpoint"),
     ],
     ("ngrpo/machine/models/positions.py", _POSITIONS): [
         ("0.1 * mscale * math.log(factor) + 1.0", "0.1 * math.log(factor) + 1.0", "yarn: mscale"),

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gradients, and lines that one value of one test holds."""
 
+_RECORDS = "perturbations/test_density_of_records.py"
 _DRAWN = "rollout/test_sample_tokens.py"
 
 MUTATIONS = {
@@ -14,7 +15,7 @@ MUTATIONS = {
             "gaussian: the noise is a difference of what rollout and trainer computed",
         ),
     ],
-    ("perturbations/methods/gaussian.py", "perturbations/test_density.py"): [
+    ("perturbations/methods/gaussian.py", _RECORDS): [
         ("sigma.unsqueeze(-1) * streams.normal", "streams.normal", "gaussian: the noise without its scale"),
     ],
     (
@@ -23,16 +24,16 @@ MUTATIONS = {
     ): [
         ("distinct, gumbels)", "distinct)", "gumbel: rounding decides whether clamped noise has a gradient"),
     ],
-    ("perturbations/methods/soft_grpo.py", "perturbations/test_density.py"): [
+    ("perturbations/methods/soft_grpo.py", _RECORDS): [
         ("(gumbels >= high) & ~below", "gumbels > 1e9", "gumbel: noise clamped from above counts as drawn"),
         ("probabilities.detach() + densities", "edit.weights + densities", "normal: another mean than its own"),
     ],
-    ("perturbations/density.py", "perturbations/test_density.py"): [
+    ("perturbations/density.py", f"perturbations/test_density.py {_RECORDS}"): [
         ("torch.where(below, -exp_minus_noise,", "torch.where(below, -noise,", "exact: noise below a bound"),
         ("seen = kept & (weights >= SMALLEST)", "seen = kept", "exact: a lost weight counts as seen"),
         (".clamp(*_FINITE_NOISE)", "", "censored noise has no bounds"),
     ],
-    ("perturbations/methods/latent.py", "perturbations/test_density.py"): [
+    ("perturbations/methods/latent.py", _RECORDS): [
         (
             "- log_p_of_mixed) / self.scale + low",
             "- log_p_of_mixed) / self.scale",

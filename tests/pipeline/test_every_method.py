@@ -112,12 +112,40 @@ def test_a_corrected_mask_scores_what_the_rollout_drew_from(tmp_path: Path, smol
     correction = ["--algo.advantage.is_correction_level", "token", "--algo.advantage.is_correction_mode", "clip"]
     steps = steps_of(tmp_path, smollm2, "--perturbation", "none", *truncated, *correction)
     summary = json.loads((tmp_path / "summary.json").read_text())
-    assert summary["sampling"] == {"temperature": 1.5, "top_p": 1.0, "top_k": 20, "min_p": None, "correct_mask": True}
+    assert summary["sampling"] == {
+        "temperature": 1.5,
+        "top_p": 1.0,
+        "top_k": 20,
+        "min_p": None,
+        "correct_mask": True,
+        "score_centering": False,
+    }
     for number, step in enumerate(steps, start=1):
         # OpenRLHF's own: the mean of log π_rollout − log π_trainer, with the engine's processed log-probabilities.
         kl = summary["scalars"]["train/vllm_kl"][str(number)]
         assert step["gap_plain_mean"] <= GAP and abs(kl) <= GAP
         assert math.isfinite(summary["scalars"]["train/policy_loss"][str(number)])
+
+
+CENTERED = {
+    # At this temperature twenty tokens hold half of the probability, so the distance of q and p is far from 0.
+    "top_k": "--perturbation none --sampling.top_k 20 --rollout.temperature 1.5",
+    "cuts": "--perturbation cuts --perturbation.until none --perturbation.burn_in 0 --sampling.top_k 20",
+    "ladder": "--perturbation none --sampling.schedule ladder --algo.advantage.is_correction_level off",
+    "weights": "--perturbation none --sampling.schedule ladder --sampling.schedule.most 1.6"
+    " --algo.advantage.is_correction_threshold 0 1.2",
+}
+
+
+@pytest.mark.parametrize("name", CENTERED)
+def test_score_centering(name: str, tmp_path: Path, smollm2: str) -> None:
+    """Two steps with advantages that do not sum to 0; the log-probabilities stay those of the whole vocabulary."""
+    words = f"{CENTERED[name]} --sampling.score_centering --advantage nsr --algo.kl.init_coef 0".split()
+    for step in steps_of(tmp_path, smollm2, *LOUD, *words):
+        assert 0.0 < step["score_centering_removed"] < 1.0
+        assert step["score_centering_removed"] > (0.001 if name == "weights" else 0.05)
+        if "ladder" not in CENTERED[name]:  # whose temperatures are part of the gap
+            assert step["gap_plain_mean"] <= GAP
 
 
 # --- second rounds: rewards are such that the first round is always wrong, so that the method alone decides ---------

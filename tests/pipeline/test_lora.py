@@ -8,14 +8,18 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.models import tiny
 from tests.conftest import ROOT
 from tests.pipeline.harness import GAP, completed, train
 from tests.pipeline.test_faults import killed_and_resumed, later_steps
+from tests.stack.tiny_models import tie_experts
 
 LETTERS = ["--reward.remote_url", str(ROOT / "tests/pipeline/user_files/first_letters.py")]
 # The learning rate moves B so far in a step that engines with the adapter of the step before show in the gap.
 LORA = ["--ds.lora.rank", "8", "--ds.lora.alpha", "16", "--actor.adam.lr", "1e-2", "--actor.lr_warmup_ratio", "0"]
 LORA += [*LETTERS, "--algo.kl.init_coef", "0", "--data.max_samples", "16"]
+# The mean mismatch that bfloat16 alone may have on the random model; it is about 0.1.
+BF16_GAP = 0.25
 NEIGHBOR = ["--perturbation", "neighbor", "--perturbation.rate", "0.5"]
 TWO_RANKS = ["--actor.num_gpus_per_node", "2", "--rollout.micro_batch_size", "4", "--train.micro_batch_size", "4"]
 ZERO_3 = ["--ds.zero_stage", "3", "--actor.gradient_checkpointing_enable"]
@@ -80,3 +84,49 @@ def test_unperturbed_and_evaluated_from_its_folder(tmp_path: Path, random_model:
     )
     done = completed([*words.split(), "--model", random_model, "--adapter", str(tmp_path / "run" / "model")])
     assert done.returncode == 0, done.stdout[-4000:]
+
+
+def test_four_bit_weights(tmp_path: Path, random_model: str) -> None:
+    """QLoRA: engines have the dequantised weights from the first rollout on; a run resumes from its checkpoint."""
+    pytest.importorskip("bitsandbytes")
+    four_bit = ["--ds.load_in_4bit", "--ds.param_dtype", "bf16", "--reproducible", "--algo.kl.init_coef", "1e-3"]
+    flags = [*LORA, *NEIGHBOR, *four_bit, "--ckpt.save_steps", "1", "--ckpt.max_num", "1"]
+    result = train(tmp_path / "whole", random_model, *flags)
+    assert result.returncode == 0, result.stdout[-4000:]
+    steps = json.loads((tmp_path / "whole" / "summary.json").read_text())["steps"]
+    for step in steps:
+        assert max(step["gap_perturbed_mean"], step["gap_plain_mean"]) <= BF16_GAP, step
+    adapter_of(tmp_path / "whole" / "model")
+    assert (tmp_path / "whole" / "model" / "quantization_config.json").is_file()
+    resumed = killed_and_resumed(tmp_path / "killed", random_model, *flags)
+    assert resumed == later_steps(tmp_path / "whole")
+
+
+@pytest.fixture(scope="module")
+def tied(tmp_path_factory: pytest.TempPathFactory, smollm2: str) -> Path:
+    """A mixture whose experts are nearly tied, so that engine and trainer alone choose different ones."""
+    folder = tmp_path_factory.mktemp("tied")
+    tiny.build("qwen3_moe", folder, Path(smollm2), torch.float32)
+    tie_experts(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "perturbation",
+    [
+        pytest.param(NEIGHBOR, id="neighbor"),
+        pytest.param(["--perturbation", "none"], id="none", marks=pytest.mark.slow),
+    ],
+)
+def test_experts_are_replayed_through_adapters_of_attention(
+    tmp_path: Path, tied: Path, perturbation: list[str]
+) -> None:
+    """Also with packed samples, and a reference model that replays the same experts."""
+    words = ["--replay.routing", "--ds.packing_samples", "--actor.gradient_checkpointing_enable"]
+    steps = steps_of(tmp_path, str(tied), *perturbation, *words, "--algo.kl.init_coef", "1e-3")
+    assert len(steps) == 4
+    for step in steps:
+        assert max(step["gap_plain_max"], step.get("gap_perturbed_max", 0.0)) <= GAP, step
+        assert step.get("ratio_mean", 1.0) == pytest.approx(1.0, abs=1e-3)
+    adapter = adapter_of(tmp_path / "model")
+    assert {name.split(".")[-4] for name in adapter} == {"self_attn"}, "neither experts nor routers have adapters"

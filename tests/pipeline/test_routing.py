@@ -52,7 +52,14 @@ def test_with_ngrpo_masks_and_packed_samples(tmp_path: Path, tied: Path) -> None
     steps = trained_on_its_experts(tmp_path, tied, *f"--perturbation neighbor {MASKED} {WHOLE}".split())
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["advantage"] == {"name": "ngrpo", "n": 1, "max_reward": 1.0}
-    assert summary["sampling"] == {"temperature": 1.0, "top_p": 1.0, "top_k": 20, "min_p": 0.1, "correct_mask": False}
+    assert summary["sampling"] == {
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": 20,
+        "min_p": 0.1,
+        "correct_mask": False,
+        "score_centering": False,
+    }
     assert "--actor.eps_clip_low_high 0.16 0.24" in " ".join(summary["openrlhf_args"])
     assert [step["advantage_uniform_mean"] for step in steps] == pytest.approx([-(0.2**0.5)] * 2, abs=1e-5)
     for number, step in enumerate(steps, start=1):

@@ -30,6 +30,8 @@ NO_REFERENCE = ["--algo.kl.init_coef", "0"]
 # Batches of four samples, so that two ranks have one each and one rank several.
 SMALL_BATCHES = ["--rollout.micro_batch_size", "4", "--train.micro_batch_size", "4"]
 
+STALENESS = ("left_out", "tokens_0", "tokens_1", "gap_0")
+
 
 def run(folder: Path, model: str, *flags: str, ratio: float = 1e-3) -> dict[str, Any]:
     """The summary of a run of at least two steps whose replay was exact in each."""
@@ -139,10 +141,16 @@ def test_two_engines_of_two_tensor_parallel_ranks(tmp_path: Path, tiny: str) -> 
 def test_an_agent_with_a_tool_between_its_turns_and_one_that_rewrites_them(
     agent: str, tmp_path: Path, smollm2: str
 ) -> None:
-    """The second asynchronously: a rollout may be a step older than the trainer's weights; that they stay as they are
-    leaves the gap to replay."""
+    """The second asynchronously, from three batches: the engines draw the second one during the first step, so it is a
+    sync older than the weights that it would train, and is left out. The third one is drawn after that sync."""
     flags = [*NEIGHBOR, *NO_REFERENCE, "--train.agent_func_path", str(USER_FILES / f"{agent}.py")]
-    asynchronous = ["--train.async_enable", "--actor.adam.lr", "0", "--data.max_samples", "12"]
-    summary = run(tmp_path, smollm2, *flags, "--data.max_len", "256", *(asynchronous if agent == "rewriting" else LOUD))
+    asynchronous = ["--train.async_enable", "--sampling.max_staleness", "0", "--data.max_samples", "12"]
+    mode = asynchronous if agent == "rewriting" else []
+    summary = run(tmp_path, smollm2, *flags, "--data.max_len", "256", *LOUD, *mode)
+    if mode:
+        staleness = {name: list(summary["scalars"][f"train/staleness/{name}"].values()) for name in STALENESS}
+        assert staleness["left_out"] == [0.0, 16.0]
+        assert min(staleness["tokens_0"]) > 0.0 and staleness["tokens_1"] == [0.0, 0.0]
+        assert max(staleness["gap_0"]) <= GAP
     assert set(summary["scalars"]["train/turns"].values()) == {3.0}
     assert all(bool(step.get("dropped_edits", 0.0)) == (agent == "rewriting") for step in summary["steps"])

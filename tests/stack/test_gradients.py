@@ -14,18 +14,29 @@ NEIGHBORS = [[11, 12, 13], [14, 15, 16], [17, 18, 19]]
 
 
 def a_record(positions: list[int], length: int, sigma: float | None = None) -> ReplayRecord:
+    """A prompt of 2 tokens; each of the positions is fed a mixture of three tokens, plus noise of scale ``sigma``."""
     count = len(positions)
-    ids, weights = np.array(NEIGHBORS[:count], np.int32), np.tile(np.array([[0.5, 0.3, 0.2]], np.float32), (count, 1))
-    noise = None if sigma is None else np.full(count, sigma, np.float32)
-    return ReplayRecord(5, 2, length, np.array(positions, np.int32), ids, weights, noise, np.ones(count, dtype=bool))
+    weights = np.array([[0.5, 0.3, 0.2]], np.float32)
+    return ReplayRecord(
+        seed=5,
+        prompt_tokens=2,
+        num_tokens=length,
+        positions=np.array(positions, np.int32),
+        ids=np.array(NEIGHBORS[:count], np.int32),
+        weights=np.tile(weights, (count, 1)),
+        sigma=None if sigma is None else np.full(count, sigma, np.float32),
+        agreed=np.ones(count, dtype=bool),
+    )
 
 
 def batch() -> tuple[torch.Tensor, torch.Tensor, list[ReplayRecord | None]]:
     """Three right-padded samples of 12, 9 and 7 tokens; the second is not perturbed."""
     tokens = torch.arange(100, 136).view(3, 12) % 97 + 100
     mask = torch.ones_like(tokens)
-    mask[1, 9:], mask[2, 7:] = 0, 0
-    return tokens, mask, [a_record([3, 4, 9], 12), None, a_record([2, 5], 7, sigma=0.1)]
+    mask[1, 9:] = 0
+    mask[2, 7:] = 0
+    records = [a_record([3, 4, 9], length=12), None, a_record([2, 5], length=7, sigma=0.1)]
+    return tokens, mask, records
 
 
 def gradients(model: Any, replay: bool = True) -> dict[str, torch.Tensor]:
@@ -33,8 +44,10 @@ def gradients(model: Any, replay: bool = True) -> dict[str, torch.Tensor]:
     model.zero_grad()
     with replaying(model, records if replay else [None] * 3, attention_mask=mask):
         logits = model(tokens, attention_mask=mask).logits
-        log_probs = torch.log_softmax(logits[:, :-1].float(), dim=-1).gather(-1, tokens[:, 1:, None]).squeeze(-1)
-        (-(log_probs * mask[:, 1:]).sum()).backward()
+        log_softmax = torch.log_softmax(logits[:, :-1].float(), dim=-1)
+        log_probs = log_softmax.gather(-1, tokens[:, 1:, None]).squeeze(-1)
+        loss = -(log_probs * mask[:, 1:]).sum()
+        loss.backward()
     return {name: p.grad.clone() for name, p in model.named_parameters()}
 
 
@@ -53,9 +66,10 @@ def test_neighbors_receive_gradient(hf_model: Any) -> None:
     touched = set(embedding.weight.grad.abs().sum(-1).nonzero().flatten().tolist())
     assert {*range(11, 20)} <= touched
     assert stats.count() == 5
-    plain = torch.ones_like(mask, dtype=torch.bool)
-    plain[0, [3, 4, 9]], plain[2, [2, 5]] = False, False
-    replaced = set(tokens[~plain].tolist()) - set(tokens[plain].tolist())
+    is_plain = torch.ones_like(mask, dtype=torch.bool)
+    is_plain[0, [3, 4, 9]] = False
+    is_plain[2, [2, 5]] = False
+    replaced = set(tokens[~is_plain].tolist()) - set(tokens[is_plain].tolist())
     assert replaced and not replaced & touched, "a replaced token must receive no gradient"
 
 

@@ -14,11 +14,19 @@ from perturbations.replay import ReplayRecord
 from perturbations.replay.trajectory import FinishedTrajectory
 from tests.support.replaced_rows import replace_rows
 
-START, PAD, END, VIDEO = 90, 91, 92, 93
+# Ids of the tokens around a picture: its first, one for each of its places, its last; and a video's.
+START = 90
+PAD = 91
+END = 92
+VIDEO = 93
 PROMPT = [5, 6, START, PAD, PAD, PAD, PAD, END, 7, 8]
 ANSWER = [11, 12, 13, 14, 15]
-ROW, OTHER = len(PROMPT) + 1, 40
-PIXELS, GRID = 3 * 2 * 4 * 4, (1, 4, 4)
+# The position that is replayed, behind the picture, and the token that it was fed.
+ROW = len(PROMPT) + 1
+OTHER = 40
+# A picture of 16 patches: 3 colors, 2 frames, 4 × 4 pixels each.
+PIXELS = 3 * 2 * 4 * 4
+GRID = (1, 4, 4)
 
 
 @pytest.fixture(scope="module")
@@ -31,31 +39,66 @@ def actor() -> Any:
     pytest.importorskip("openrlhf")
     with flash_attn_stand_in():
         from openrlhf.models import actor as module
-    text = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
-    text |= {"num_key_value_heads": 2, "head_dim": 16, "vocab_size": 100, "rope_parameters": rope}
-    vision = {"hidden_size": 16, "intermediate_size": 32, "depth": 1, "num_heads": 2, "out_hidden_size": 32}
-    vision |= {"patch_size": 4, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
-    ids = {"image_token_id": PAD, "video_token_id": VIDEO, "vision_start_token_id": START, "vision_end_token_id": END}
-    parts = [{**part, "initializer_range": 0.2} for part in (text, vision)]
+    text = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "vocab_size": 100,
+        "rope_parameters": rope,
+        "initializer_range": 0.2,
+    }
+    vision = {
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "depth": 1,
+        "num_heads": 2,
+        "out_hidden_size": 32,
+        "patch_size": 4,
+        "num_position_embeddings": 16,
+        "deepstack_visual_indexes": [0],
+        "initializer_range": 0.2,
+    }
     torch.manual_seed(0)
-    config = Qwen3VLConfig(text_config=parts[0], vision_config=parts[1], **ids)
+    config = Qwen3VLConfig(
+        text_config=text,
+        vision_config=vision,
+        image_token_id=PAD,
+        video_token_id=VIDEO,
+        vision_start_token_id=START,
+        vision_end_token_id=END,
+    )
     model = Qwen3VLForConditionalGeneration(config).eval()
     actor = module.Actor(model)
-    actor.is_vlm, actor._vlm_config, actor.packing_samples, actor.temperature = True, model.config, False, 1.0
+    actor.is_vlm = True
+    actor._vlm_config = model.config
+    actor.packing_samples = False
+    actor.temperature = 1.0
     return actor
 
 
 def record(fed: dict[int, int], length: int) -> ReplayRecord:
-    ids, ones = np.array(list(fed.values()), np.int32).reshape(-1, 1), np.ones((len(fed), 1), np.float32)
-    return ReplayRecord(5, 1, length, np.array(list(fed), np.int32), ids, ones, None, ones[:, 0] > 0)
+    """A record of tokens by the position that they were fed at."""
+    return ReplayRecord(
+        seed=5,
+        prompt_tokens=1,
+        num_tokens=length,
+        positions=np.array(list(fed), np.int32),
+        ids=np.array(list(fed.values()), np.int32).reshape(-1, 1),
+        weights=np.ones((len(fed), 1), np.float32),
+        sigma=None,
+        agreed=np.ones(len(fed), dtype=bool),
+    )
 
 
 def log_probs(actor: Any, texts: list[list[int]], fed: list[dict[int, int]]) -> torch.Tensor:
     """Of all tokens but the first, (B, T - 1): by the merge of side inputs, OpenRLHF's forward and the replay."""
     from openrlhf.utils.vlm_utils import merge_mm_train_inputs
 
-    records = [record(one, len(text)) for one, text in zip(fed, texts)]
+    records = [record(of_text, len(text)) for of_text, text in zip(fed, texts)]
     draws = torch.Generator().manual_seed(0)
     entries = []
     for text, kept in zip(texts, records):
@@ -66,10 +109,10 @@ def log_probs(actor: Any, texts: list[list[int]], fed: list[dict[int, int]]) -> 
         entries.append(packed)
     sequences = torch.tensor(texts)
     mask = torch.ones_like(sequences)
-    given = ours(merge_mm_train_inputs)(entries, "cpu")
-    assert len(given["pixel_values"]) == 16 * sum(PAD in text for text in texts)
+    side_inputs = ours(merge_mm_train_inputs)(entries, "cpu")
+    assert len(side_inputs["pixel_values"]) == 16 * sum(PAD in text for text in texts)
     with torch.no_grad(), replaying(actor.model, records, attention_mask=mask):
-        return actor(sequences, mask[:, 1:], mask, **given)
+        return actor(sequences, mask[:, 1:], mask, **side_inputs)
 
 
 def test_a_row_behind_a_picture_is_replayed_where_the_expanded_prompt_has_it(actor: Any) -> None:
@@ -106,7 +149,8 @@ def test_a_picture_keeps_its_places_in_the_engine() -> None:
     embedding = nn.Embedding(100, 8)
     override = InputOverride(embedding, 32, 2, 8, torch.float32, torch.device("cpu"))
     ids = torch.tensor(PROMPT + ANSWER)
-    vectors, pictures = torch.full((2, 8), 3.0), torch.full((4, 8), 7.0)
+    vectors = torch.full((2, 8), 3.0)
+    pictures = torch.full((4, 8), 7.0)
     replace_rows(override, [PROMPT.index(PAD), ROW], vectors)
     with torch.no_grad():
         merged = _merge_multimodal_embeddings(embedding(ids), pictures, ids == PAD)
@@ -122,6 +166,6 @@ def test_other_pictures_are_told_apart() -> None:
     red, blue = (image.new("RGB", (2, 2), color) for color in ("red", "blue"))
     assert pictures_key(None) == pictures_key([]) == b""
     assert pictures_key([red]) == pictures_key(image.new("RGB", (2, 2), "red"))
-    different = [[red], [blue], [red, blue], [blue, red], [image.new("L", (2, 2))]]
-    different += [["a.png"], ["b.png"], [b"a.png", b""]]
-    assert len({pictures_key(each) for each in different}) == len(different)
+    gray = image.new("L", (2, 2))
+    different = [[red], [blue], [red, blue], [blue, red], [gray], ["a.png"], ["b.png"], [b"a.png", b""]]
+    assert len({pictures_key(pictures) for pictures in different}) == len(different)

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from datetime import timedelta
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,24 +34,34 @@ def folder(tmp_path_factory: pytest.TempPathFactory, smollm2: str) -> str:
 
 
 def trained(folder: str, ranks: int, micro: int, *cases: str) -> dict[str, list[Any]]:
-    """What each rank did with so many answers, in micro batches of so many in the rollout.
+    """What each rank did in each case, "ANSWERS:MICRO": that many answers, in the rollout's micro-batches of that many.
 
-    A list of its micro batches, each with its answers and its updates; or how it ended. Batches of 8 make an update.
+    By "NUMBER: CASE", for each rank: a list of its micro-batches, each with its answers and its updates; or how it
+    ended. Batches of 8 make an update. In each case the start-up rule must say the same.
     """
     words = (str(ranks), folder, "8", str(micro), *cases)
     outputs = run_two_ranks("tests.stack.test_ppo_ranks", *words, ranks=ranks)
-    lines = [next(line for line in output.splitlines() if line.startswith(RESULT)) for output in outputs]
-    steps = zip(*(json.loads(line.removeprefix(RESULT)) for line in lines))
-    flags = (arguments(folder, ranks, 8, micro, int(case.partition(":")[2])) for case in cases)
-    counts = (int(case.partition(":")[0]) for case in cases)
-    rule = [flag_checks.trains_on_all_ranks(Flags(each).args, count) for each, count in zip(flags, counts)]
-    steps = list(steps)
-    assert rule == [not any(rank["end"] for rank in step) for step in steps]
-    ends = ([rank["end"] or rank["trained"] for rank in step] for step in steps)
-    return {f"{at}: {case}": end for at, (case, end) in enumerate(zip(cases, ends))}
+    steps_by_rank = [results_in(output) for output in outputs]
+    ends = {}
+    for number, case in enumerate(cases):
+        of_ranks = [steps[number] for steps in steps_by_rank]
+        answer_count, micro_rollout = (int(size) for size in case.split(":"))
+        flags = Flags(arguments(folder, ranks, 8, micro, micro_rollout))
+        ended_well = not any(rank["end"] for rank in of_ranks)
+        assert flag_checks.trains_on_all_ranks(flags.args, answer_count) == ended_well, case
+        ends[f"{number}: {case}"] = [rank["end"] or rank["trained"] for rank in of_ranks]
+    return ends
 
 
-ONE, UPDATE = [1, 0], [1, 1]
+def results_in(output: str) -> list[dict[str, Any]]:
+    """What :func:`main` printed of its cases."""
+    (line,) = (line for line in output.splitlines() if line.startswith(RESULT))
+    return json.loads(line.removeprefix(RESULT))
+
+
+# A micro-batch of one answer, without and with an update after it.
+ONE = [1, 0]
+UPDATE = [1, 1]
 
 
 def test_micro_batches_of_one_on_two_ranks(folder: str) -> None:
@@ -90,12 +101,24 @@ SECONDS = 10.0
 
 def arguments(folder: str, ranks: int, batch: int, micro: int, micro_rollout: int) -> list[str]:
     """OpenRLHF's flags of a run in which that many ranks train."""
-    flags = ["--actor.model_name_or_path", folder, "--data.prompt_dataset", "none", "--actor.num_gpus_per_node"]
-    flags += [str(ranks), "--train.batch_size", str(batch), "--train.micro_batch_size", str(micro)]
-    flags += ["--rollout.batch_size", str(batch), "--rollout.n_samples_per_prompt", "1", "--reward.remote_url", "none"]
-    flags += ["--rollout.micro_batch_size", str(micro_rollout), "--ds.adam_offload", "--algo.kl.init_coef", "0"]
-    flags += ["--algo.advantage.estimator", "reinforce", "--vllm.num_engines", "1", "--vllm.sync_backend", "gloo"]
-    return [*flags, "--ds.attn_implementation", "eager", "--actor.lr_scheduler", "constant"]
+    values = {
+        "--actor.model_name_or_path": folder,
+        "--actor.num_gpus_per_node": str(ranks),
+        "--actor.lr_scheduler": "constant",
+        "--algo.advantage.estimator": "reinforce",
+        "--algo.kl.init_coef": "0",
+        "--data.prompt_dataset": "none",
+        "--ds.attn_implementation": "eager",
+        "--reward.remote_url": "none",
+        "--rollout.batch_size": str(batch),
+        "--rollout.micro_batch_size": str(micro_rollout),
+        "--rollout.n_samples_per_prompt": "1",
+        "--train.batch_size": str(batch),
+        "--train.micro_batch_size": str(micro),
+        "--vllm.num_engines": "1",
+        "--vllm.sync_backend": "gloo",
+    }
+    return ["--ds.adam_offload", *chain.from_iterable(values.items())]
 
 
 def answers(count: int) -> Iterator[Any]:
@@ -202,5 +225,6 @@ def main(rank: int, port: str, ranks: int, folder: str, batch: int, micro: int, 
 
 
 if __name__ == "__main__":
-    numbers = [tuple(map(int, case.split(":"))) for case in sys.argv[7:]]
-    main(int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4], int(sys.argv[5]), int(sys.argv[6]), *numbers)
+    rank, port, ranks, folder, batch, micro, *cases = sys.argv[1:]
+    sizes_of_cases = [tuple(map(int, case.split(":"))) for case in cases]
+    main(int(rank), port, int(ranks), folder, int(batch), int(micro), *sizes_of_cases)

@@ -34,11 +34,6 @@ _CPU = (
         why="vLLM has no sleep mode on a CPU",
     ),
     Row(
-        what=flag("--ds.load_in_4bit"),
-        conflicts_with=hardware("cpu"),
-        why="4-bit loading needs CUDA",
-    ),
-    Row(
         what=flag("--ds.use_liger_kernel"),
         conflicts_with=hardware("cpu"),
         why="Liger kernels need CUDA",
@@ -53,6 +48,12 @@ _CPU = (
         what=both(flag("--ds.tensor_parallel_size", off="1"), flag("--ds.param_dtype", only="fp32")),
         conflicts_with=hardware("cpu"),
         why="OpenRLHF's tensor parallelism needs bfloat16",
+        fix="add --ds.param_dtype bf16",
+    ),
+    Row(
+        what=both(flag("--ds.load_in_4bit"), flag("--ds.param_dtype", only="fp32")),
+        conflicts_with=hardware("cpu"),
+        why="OpenRLHF 0.11.2 computes 4-bit layers in bfloat16",
         fix="add --ds.param_dtype bf16",
     ),
     Row(

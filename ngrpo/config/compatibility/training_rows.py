@@ -26,7 +26,8 @@ _REPLAY = (
     Row(
         what=flag("partial_rollout"),
         conflicts_with=features.REPLAYED,
-        why="records would be cut at the weight sync",
+        why="a weight sync comes between two tokens of a response, and an exact record needs the version of the weights"
+        " for each token, which vLLM does not report (vllm#54443)",
         fix="leave it out (--train.async_enable may stay)",
     ),
     Row(
@@ -44,12 +45,6 @@ _REPLAY = (
 
 _LORA = (
     Row(
-        what=flag("--ds.load_in_4bit"),
-        conflicts_with=features.LORA,
-        why="engines need merged weights, and those of dequantised 4-bit layers were never compared",
-        fix="leave it out: --ds.zero_stage 3 and --ds.adam_offload save memory too",
-    ),
-    Row(
         what=flag("--train.enable_ema"),
         conflicts_with=features.LORA,
         why="OpenRLHF's average is of a model without adapters",
@@ -65,6 +60,39 @@ _LORA = (
         conflicts_with=features.PERTURBATION,
         why="a perturbation mixes rows of one table, and PEFT adds the adapter's part of a row beside it",
         fix="leave the embedding out of the modules",
+    ),
+)
+
+_FOUR_BIT = (
+    Row(
+        what=flag("--ds.load_in_4bit"),
+        conflicts_with=features.WITHOUT_LORA,
+        why="4-bit weights are frozen, and adapters are trained beside them",
+        fix="add --ds.lora.rank 16",
+    ),
+    Row(
+        what=flag("--ds.load_in_4bit"),
+        conflicts_with=flag("--ds.param_dtype", only="fp16"),
+        why="OpenRLHF 0.11.2 computes 4-bit layers in bfloat16",
+        fix="use bf16, or leave it out",
+    ),
+    Row(
+        what=flag("--ds.load_in_4bit"),
+        conflicts_with=flag("--ds.zero_stage", only="3"),
+        why="ZeRO-3 splits floating-point weights, and 4-bit codes are bytes",
+        fix="use --ds.zero_stage 2",
+    ),
+    Row(
+        what=flag("--ds.load_in_4bit"),
+        conflicts_with=features.NOISE,
+        why="noise is added to weights, and 4-bit codes have no room for it",
+        fix="leave one of them out",
+    ),
+    Row(
+        what=flag("--ds.load_in_4bit"),
+        conflicts_with=features.CRITIC,
+        why="a critic of 4-bit weights cannot resume from its checkpoint",
+        fix="use another --algo.advantage.estimator, such as group_norm",
     ),
 )
 
@@ -262,6 +290,114 @@ _CORRECTION_WARMUP = (
     ),
 )
 
+_ONE_UPDATE = (
+    "the trainer computes a token's probabilities from its own logits, so each rollout is used for one update at the"
+    " policy that drew it"
+)
+_SCORE_CENTERING = (
+    Row(
+        what=flag("--train.async_enable"),
+        conflicts_with=features.CENTERING,
+        why=_ONE_UPDATE,
+    ),
+    Row(
+        what=other_than("--train.max_epochs", "1"),
+        conflicts_with=features.CENTERING,
+        why=_ONE_UPDATE,
+        fix="set --train.max_epochs 1",
+    ),
+    Row(
+        what=features.small_batch,
+        conflicts_with=features.CENTERING,
+        why=_ONE_UPDATE,
+        fix="set --train.batch_size to these samples",
+    ),
+    Row(
+        what=features.NOISE,
+        conflicts_with=features.CENTERING,
+        why=f"{_ONE_UPDATE}, not at weights with noise",
+    ),
+    Row(
+        what=features.UNDRAWN,
+        conflicts_with=features.CENTERING,
+        why="a token that follows from the logits has a centered score of 0, so that nothing would train there",
+        fix="sample the text, or leave one of them out",
+    ),
+    Row(
+        what=features.UNKNOWN_DRAWS,
+        conflicts_with=features.CENTERING,
+        why="the probabilities of its text have no formula",
+        fix="leave one of them out: --perturbation.density exact, where there is one, has a score of mean 0",
+    ),
+    Row(
+        what=features.UNRECORDED_DRAWS,
+        conflicts_with=features.CENTERING,
+        why="a token that ends the thinking, or is protected, is not recorded as the perturbation's draw",
+        fix="add --perturbation.until none, and leave --perturbation.protect out",
+    ),
+    Row(
+        what=features.DENSITY,
+        conflicts_with=features.CENTERING,
+        why="the loss weighs what the perturbation drew and not the token",
+        fix="leave one of them out, or add --perturbation.density token",
+    ),
+    Row(
+        what=flag("--algo.advantage.is_correction_level", only="seq"),
+        conflicts_with=features.CENTERING,
+        why="the weights depend on the whole response, and the mean is over the draws of one token",
+        fix="give --algo.advantage.is_correction_level token or off",
+    ),
+    Row(
+        what=both(features.WEIGHTS, features.DIVERGENCE),
+        conflicts_with=features.CENTERING,
+        why="the weights are no function of the ratio π / π_rollout alone",
+        fix="give --algo.advantage.is_correction_gating ratio",
+    ),
+    Row(
+        what=both(features.WEIGHTS, features.BOUNDS_WITHOUT_ONE),
+        conflicts_with=features.CENTERING,
+        why="the mean score is subtracted with weight 1, which is outside these bounds",
+        fix="give --algo.advantage.is_correction_threshold 0 10",
+    ),
+    Row(
+        what=both(features.GSPO, features.WEIGHTS),
+        conflicts_with=features.CENTERING,
+        why="GSPO's ratio to the rollout's policy is of the whole response, and the mean is over one token's draws",
+        fix="give --algo.advantage.is_correction_level off",
+    ),
+    Row(
+        what=sampling("correction_warmup"),
+        conflicts_with=features.CENTERING,
+        why="the mean score is one of whole weights",
+    ),
+    Row(
+        what=features.CREDIT_IN_LOSS,
+        conflicts_with=features.CENTERING,
+        why="the credit changes the score, so its mean is another one",
+    ),
+    Row(
+        what=flag("--train.agent_func_path"),
+        conflicts_with=features.CENTERING,
+        why="an agent may change tokens, and the record of their draws is then dropped",
+    ),
+)
+
+_STALENESS = (
+    Row(
+        what=sampling("max_staleness"),
+        conflicts_with=features.SYNCHRONOUS,
+        why="it leaves responses out of the queue of asynchronous training, and a synchronous run has no queue: it"
+        " trains on a rollout before the next weight sync",
+        fix="add --train.async_enable, or leave it out",
+    ),
+    Row(
+        what=sampling("max_staleness"),
+        conflicts_with=flag("partial_rollout"),
+        why="a weight sync comes between two tokens of a response, and its age needs the version of the weights for"
+        " each token, which vLLM does not report (vllm#54443)",
+    ),
+)
+
 _SECOND_ROUND = (
     Row(
         what=flag("--train.agent_func_path"),
@@ -285,7 +421,7 @@ _SECOND_ROUND = (
         why="the method's responses have a ratio to their own prompt's policy, which a changed weight would change",
     ),
     *rows(
-        [features.PERTURBATION, features.MASK, features.ROUTING],
+        [features.PERTURBATION, features.MASK, features.CENTERING, features.ROUTING],
         conflicts_with=features.REPLACED,
         why="the records are of another prompt than the one that is trained",
     ),
@@ -415,11 +551,14 @@ _OPENRLHF = (
 TRAINING = (
     *_REPLAY,
     *_LORA,
+    *_FOUR_BIT,
     *_MODEL,
     *_DENSITY,
     *_CREDIT,
     *_NOISE_AND_SCHEDULE,
     *_CORRECTION_WARMUP,
+    *_SCORE_CENTERING,
+    *_STALENESS,
     *_SECOND_ROUND,
     *_REWARD_AND_ADVANTAGE,
     *_OPENRLHF,

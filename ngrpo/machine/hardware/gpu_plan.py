@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import product
 from math import ceil, gcd
 
-from ngrpo.machine.hardware.lora_plan import trained_parameters
+from ngrpo.machine.hardware.lora_plan import trained_parameters, weight_bytes
 from ngrpo.machine.models import architecture
 from ngrpo.machine.upstream import placement
 from ngrpo.machine.upstream.openrlhf_flags import Default, Flags
@@ -35,6 +35,7 @@ _APART = ("--train.colocate_actor_ref", "--train.async_enable", "--train.colocat
 # What an engine that does not sleep may take of a GPU shared with the trainer.
 _MOST_AWAKE = 0.8
 _DOCS, _ENGINE = "docs/clusters.md", "vLLM engine"
+_FOUR_BIT = "0.52Q + 2(P - Q), of which Q in 4 bits"
 PHASES = ("rollout", "scoring", "backward", "update")
 """A step's phases: responses are sampled; old and reference log-probabilities; backward passes; optimizer step."""
 
@@ -86,12 +87,12 @@ def parts_of(group: Group, args: Args, gpu: float) -> list[Part]:
 def fits(args: Args, gpu: float) -> bool:
     """Whether a placement fits in its fullest phase, and an engine has room for a response of full length.
 
-    True where it is not estimated: for models of unknown size and 4 bits.
+    True where it is not estimated: for models of unknown size.
     """
     groups, names = placement.groups(args), models(args)
     actor = architecture.size_of(names[placement.ACTOR])
     others = {names[model] for group in groups for model in group.models} - {names[placement.ACTOR]}
-    if actor is None or not all(map(architecture.size_of, others)) or args["ds.load_in_4bit"]:
+    if actor is None or not all(map(architecture.size_of, others)):
         return True
     held = [zip(*(part.phases for part in parts_of(group, args, gpu))) for group in groups]
     peak = max(sum(phase) for phases in held for phase in phases)
@@ -102,16 +103,17 @@ def trained(role: str, size: architecture.ModelSize, args: Args, world: int) -> 
     """A model on ``world`` GPUs that is trained: the actor or the critic."""
     stage, tensor, asleep = args["ds.zero_stage"], args["ds.tensor_parallel_size"], args["ds.enable_sleep"]
     sharing = max(world // tensor, 1) if stage else 1  # fewer ranks than that are refused later
-    held = size.parameters / tensor / (sharing if stage == 3 else 1)
+    weights = weight_bytes(size, args) / tensor / (sharing if stage == 3 else 1)
     of_held = ("P/D" if stage == 3 else "P") if tensor == 1 else ("P/DT" if stage == 3 else "P/T")
+    of_weights = _FOUR_BIT if args["ds.load_in_4bit"] else f"2{of_held}"
     # With LoRA the adapters alone have gradients and optimizer states.
     letter = "A" if args["ds.lora.rank"] else "P"
     whole = trained_parameters(size, args) / tensor
     of_whole, of_split = (letter, f"{letter}/D") if tensor == 1 else (f"{letter}/T", f"{letter}/DT")
     split = whole / sharing
-    weights, of_weights = 2 * held, f"2{of_held}"
     if args["ds.lora.rank"]:
-        weights, of_weights = weights + 2 * whole, f"{of_weights} + 2A"
+        weights += 2 * whole
+        of_weights += " + 2A"
     gradients, of_gradients = (split, of_split) if stage >= 2 else (whole, of_whole)
     # What the backward pass needs of the forward pass, for the longest samples. Logits come first and are gone before
     # the layers' gradients are made.
@@ -175,9 +177,11 @@ def scored(size: architecture.ModelSize, args: Args) -> Part:
 def frozen(role: str, size: architecture.ModelSize, args: Args, world: int, *, offloaded: bool = False) -> Part:
     """The reference or the reward model; DeepSpeed offloads it under ZeRO-3 only."""
     tensor, stage3 = args["ds.tensor_parallel_size"], args["ds.zero_stage"] == 3
-    held = 2 * size.parameters / (world if stage3 else tensor)
+    held = weight_bytes(size, args) / (world if stage3 else tensor)
     shared = "D" * stage3 + "T" * (tensor > 1)
     formula = f"2P/{shared}" if shared else "2P"
+    if args["ds.load_in_4bit"]:
+        formula = _FOUR_BIT
     if stage3 and offloaded:
         return Part(f"{role}: weights, offloaded", f"{formula} on the host", (0,) * 4, host=held)
     return Part(f"{role}: weights", formula, (held,) * 4)

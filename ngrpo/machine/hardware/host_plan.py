@@ -7,7 +7,7 @@ from shutil import disk_usage
 import psutil
 
 from ngrpo.machine.hardware import gpu_plan
-from ngrpo.machine.hardware.lora_plan import trained_parameters
+from ngrpo.machine.hardware.lora_plan import trained_parameters, weight_bytes
 from ngrpo.machine.models import architecture
 from ngrpo.machine.upstream import placement
 from ngrpo.machine.upstream.placement import GIB, Args, Machine
@@ -43,21 +43,20 @@ def about_checkpoints(args: Args) -> str:
 
 def checkpoint_bytes(args: Args) -> float | None:
     """The size of one checkpoint, with the weights and the optimizer states of actor and critic; None where unknown."""
-    if args["ds.load_in_4bit"]:
-        return None
     names = [args[f"{role}.model_name_or_path"] for role in ("actor", "critic")]
     sizes = [architecture.size_of(name) for name in names if name]
     known = [size for size in sizes if size is not None]
     if len(known) < len(sizes):
         return None
-    parameters = sum(size.parameters for size in known)
+    weights = sum(weight_bytes(size, args) for size in known)
+    if args["ds.param_dtype"] == "fp32":
+        weights *= 2
     # With LoRA, DeepSpeed's checkpoint has the frozen weights too, and a saved folder the adapters alone.
     trained = sum(trained_parameters(size, args) for size in known)
-    weights = 4 if args["ds.param_dtype"] == "fp32" else 2
-    stored = 0 if args["ckpt.disable_ds"] else weights * parameters + _STATES * trained
+    stored = 0.0 if args["ckpt.disable_ds"] else weights + _STATES * trained
     if args["ckpt.save_hf"]:
         stored += 2 * trained
-    return float(stored)
+    return stored
 
 
 def check_disk(args: Args, machine: Machine | None) -> str | None:

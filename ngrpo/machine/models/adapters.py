@@ -32,17 +32,22 @@ def base_of(adapter: Path) -> str:
 def merge(base: str, adapter: Path, target: Path) -> None:
     """Writes the whole model W + s · B A to a folder, in the base model's dtype, with the adapter's tokenizer.
 
-    The merged weights are those that engines have in a training. A perturbation's own parameters come along.
+    The merged weights are those that engines have in a training: of an adapter that was trained on 4-bit weights, W is
+    the dequantised weight. A perturbation's own parameters come along.
     Raises ``UsageError`` for an adapter of another model, or one that cannot be merged.
     """
+    import torch
     from peft import PeftModel
     from peft.utils import load_peft_weights
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from ngrpo.machine.models import lora
+    from ngrpo.machine.models import four_bit, lora
     from ngrpo.machine.storage import parameters_file
 
-    base_model = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
+    quantization = four_bit.read_config(adapter)
+    # OpenRLHF quantises weights in bfloat16.
+    dtype = "auto" if quantization is None else torch.bfloat16
+    base_model = AutoModelForCausalLM.from_pretrained(base, dtype=dtype, quantization_config=quantization)
     try:
         model = PeftModel.from_pretrained(base_model, str(adapter))
     except (RuntimeError, ValueError) as error:
@@ -56,10 +61,18 @@ def merge(base: str, adapter: Path, target: Path) -> None:
             f" has modules for {loaded}. Give its own base model."
         )
     lora.check_adapters(model, perturbed=False)
-    for weight in lora.engine_weights(model):
-        if weight.adapter is not None:
-            weight.base.data.copy_(weight.merged())
-    model.unload().save_pretrained(target)
+    if quantization is None:
+        for weight in lora.engine_weights(model):
+            if weight.adapter is not None:
+                weight.base.data.copy_(weight.merged())
+        merged_model = model.unload()
+    else:
+        # A 4-bit parameter cannot hold the merged weight.
+        merged_model = AutoModelForCausalLM.from_pretrained(base, dtype=dtype)
+        parameters = dict(merged_model.named_parameters())
+        for weight in lora.engine_weights(model):
+            parameters[weight.name].data.copy_(weight.merged())
+    merged_model.save_pretrained(target)
     has_tokenizer = (adapter / "tokenizer_config.json").is_file()
     tokenizer = AutoTokenizer.from_pretrained(str(adapter) if has_tokenizer else base)
     require(tokenizer, "the model's tokenizer").save_pretrained(target)

@@ -85,6 +85,24 @@ def parameter_names(folder: str) -> tuple[str, ...] | None:
         return None
 
 
+def adaptable_modules(config_path: Path) -> tuple[str, ...] | None:
+    """The modules of a model that can get LoRA's adapters, by name; None where transformers cannot make the model.
+
+    They are linear layers, the convolutions that GPT-2 has in their place, and embeddings.
+    """
+    config = read_config(config_path)
+    if config.get("auto_map"):  # a model with code of its own
+        return None
+    from torch.nn import Embedding, Linear
+    from transformers.pytorch_utils import Conv1D
+
+    try:
+        modules = on_meta(config).named_modules()
+    except Exception:  # of any model's code; loading the model reports it
+        return None
+    return tuple(name for name, module in modules if isinstance(module, Linear | Conv1D | Embedding))
+
+
 def on_meta(config: Mapping[str, Any]) -> PreTrainedModel:
     """The model on the meta device, of the class that OpenRLHF chooses."""
     import torch
@@ -107,6 +125,7 @@ class ModelSize:
         hidden: width h of the residual stream.
         intermediate: width m of the MLP, of all experts that a token goes through.
         head_norms: whether queries and keys are normalised, as in Qwen3.
+        has_experts: whether it is a mixture of experts.
     """
 
     parameters: int
@@ -119,6 +138,7 @@ class ModelSize:
     vocabulary: int
     head_norms: bool
     source: str
+    has_experts: bool = False
 
     @property
     def saved_bytes_per_token(self) -> int:
@@ -197,6 +217,7 @@ def _size(text: str, source: str) -> ModelSize:
         vocabulary=config["vocab_size"],
         head_norms=head_norms,
         source=source,
+        has_experts=bool(experts),
     )
 
 

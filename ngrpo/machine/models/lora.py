@@ -5,7 +5,8 @@ PEFT keeps a linear layer's matrix W frozen and trains two thin matrices beside 
 
     y = W x + s · B (A x),    A: (r, in), B: (out, r), s: the scale.
 
-vLLM runs one merged matrix, W + s · B A, under the name that the base model's checkpoint has for W.
+vLLM runs one merged matrix, W + s · B A, under the name that the base model's checkpoint has for W. With QLoRA, W is
+the dequantised weight of :mod:`ngrpo.machine.models.four_bit`.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import TypeGuard
 import torch
 from torch import Tensor, nn
 
+from ngrpo.machine.models.four_bit import dequantised, is_four_bit
 from ngrpo.machine.upstream.types import LoraLayer, PeftModel
 from perturbations.errors import UsageError
 
@@ -49,11 +51,13 @@ class EngineWeight:
         """The weight as the engine takes it, in the parameter's dtype; the parameter itself where it has no adapter.
 
         W + s · B A is computed in float32 and rounded once: rounding s · B A to bfloat16 before the sum would lose
-        updates that are smaller than the last digit of W.
+        updates that are smaller than the last digit of W. A 4-bit weight is dequantised first, with an adapter or
+        without one.
         """
+        weight = dequantised(self.base)
         if self.adapter is None:
-            return self.base.detach()
-        return (self.base.float() + update_of(self.adapter)).to(self.base.dtype)
+            return weight
+        return (weight.float() + update_of(self.adapter)).to(weight.dtype)
 
 
 def factors(adapter: LoraLayer) -> tuple[nn.Parameter, nn.Parameter]:
@@ -69,13 +73,13 @@ def update_of(adapter: LoraLayer) -> Tensor:
 
     The scale is the layer's own, which PEFT computes from ``lora_alpha`` and the rank (rsLoRA: its square root).
     """
-    from peft.tuners.lora.layer import Linear
+    from peft.tuners.lora.layer import Embedding, Linear
 
     name = adapter.active_adapters[0]
     down, up = factors(adapter)
     update = adapter.scaling[name] * (up.float() @ down.float())
     # A table of embeddings and GPT-2's Conv1D keep their matrices as (in, out).
-    is_transposed = adapter.fan_in_fan_out if isinstance(adapter, Linear) else True
+    is_transposed = isinstance(adapter, Embedding) or (isinstance(adapter, Linear) and adapter.fan_in_fan_out)
     return update.T if is_transposed else update
 
 
@@ -113,12 +117,13 @@ def changed_weights(model: nn.Module, noised: frozenset[str] = frozenset()) -> l
     """The weights of :func:`engine_weights` that differ from the model that engines have loaded at their start.
 
     Weights without an adapter are frozen, so that they are sent only if they are trained (a perturbation's
-    parameters) or get a policy noise (``noised``, by the engine's names).
+    parameters), get a policy noise (``noised``, by the engine's names), or are 4-bit weights, whose dequantised values
+    are not the checkpoint's.
     """
     return [
         weight
         for weight in engine_weights(model)
-        if weight.adapter is not None or weight.base.requires_grad or weight.name in noised
+        if weight.adapter is not None or weight.base.requires_grad or weight.name in noised or is_four_bit(weight.base)
     ]
 
 
@@ -168,20 +173,18 @@ def check_adapters(model: PeftModel, *, perturbed: bool) -> None:
 
 def _unmergeable(model: nn.Module) -> list[tuple[str, str]]:
     """Modules of a PEFT model that :meth:`EngineWeight.merged` does not stand for: name and reason."""
-    from peft.tuners.lora.layer import Embedding, Linear
     from peft.utils.other import AuxiliaryTrainingWrapper
 
     owners = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+    mergeable = _mergeable_kinds()
     problems = []
     for name, module in model.named_modules():
         if isinstance(module, AuxiliaryTrainingWrapper):
             problems.append((name, "PEFT trains a copy of the module (modules_to_save), which is not merged"))
     for name, adapter in adapters_of(model).items():
         kind = type(adapter).__name__
-        if type(adapter) not in (Linear, Embedding):
-            problems.append(
-                (name, f"PEFT's {kind} adapts no linear layer or embedding (experts, convolutions, 4 bits)")
-            )
+        if type(adapter) not in mergeable:
+            problems.append((name, f"PEFT's {kind} adapts no linear layer or embedding (experts, convolutions)"))
             continue
         if len(adapter.active_adapters) != 1:
             problems.append((name, f"{len(adapter.active_adapters)} adapters are active, and one is merged"))
@@ -192,3 +195,15 @@ def _unmergeable(model: nn.Module) -> list[tuple[str, str]]:
         if owners[id(adapter.get_base_layer().weight)] > 1:
             problems.append((name, "its matrix is also another module's (tied embeddings), which has no adapter"))
     return problems
+
+
+def _mergeable_kinds() -> tuple[type, ...]:
+    """PEFT's kinds of layers whose update is s · B A; PEFT has the one for 4 bits only where bitsandbytes is there."""
+    from peft.import_utils import is_bnb_4bit_available
+    from peft.tuners.lora.layer import Embedding, Linear
+
+    if not is_bnb_4bit_available():
+        return Linear, Embedding
+    from peft.tuners.lora.bnb import Linear4bit
+
+    return Linear, Embedding, Linear4bit

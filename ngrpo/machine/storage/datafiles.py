@@ -277,3 +277,19 @@ def read_scalars(folder: Path, files: Iterable[str]) -> Series:
             for event in events.Scalars(tag):
                 values[event.step] = event.value
     return {tag: dict(sorted(values.items())) for tag, values in sorted(series.items())}
+
+
+def read_texts(folder: Path, files: Iterable[str], tag: str) -> dict[int, str]:
+    """A tag's texts in TensorBoard logs in a folder, by step, steps ascending; as :func:`read_scalars`."""
+    from tensorboard.backend.event_processing.event_accumulator import TENSORS, EventAccumulator
+
+    by_step: dict[int, str] = {}
+    name = f"{tag}/text_summary"  # torch's SummaryWriter.add_text adds this to the tag
+    for file in files:
+        events = EventAccumulator(str(folder / file), size_guidance={TENSORS: 0})
+        events.Reload()
+        tags: Any = events.Tags()["tensors"]
+        if name in tags:
+            for event in events.Tensors(name):
+                by_step[event.step] = event.tensor_proto.string_val[0].decode(errors="replace")
+    return dict(sorted(by_step.items()))

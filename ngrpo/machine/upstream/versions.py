@@ -16,10 +16,11 @@ from perturbations.errors import UsageError
 OPENRLHF = "0.11.2"
 _FIRST = (0, 26)
 _LAST = (0, 31)
-# vLLM 0.32 needs a later transformers than OpenRLHF pins: it has perturbed rollouts, and no training by OpenRLHF.
-_LAST_OF_ROLLOUTS = (0, 32)
+# vLLM 0.32 and 0.33 need a later transformers than OpenRLHF pins: they have perturbed rollouts, and no training by
+# OpenRLHF.
+_LAST_OF_ROLLOUTS = (0, 33)
 VLLM = "0.26 to 0.31"
-VLLM_OF_ROLLOUTS = "0.26 to 0.32"
+VLLM_OF_ROLLOUTS = "0.26 to 0.33"
 VLLM_LAST = "0.29.0"
 """The release that make installs, and the image has."""
 _PACKAGES = ("openrlhf", "torch", "transformers", "ray", "deepspeed", "numpy")

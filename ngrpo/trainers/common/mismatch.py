@@ -131,6 +131,22 @@ def step_metrics(
     return {f"perturbation/{name}": value for name, value in metrics.items()}
 
 
+def gaps_of_samples(records: Sequence[FinishedTrajectory | None], log_probs: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """The gaps of each sample's trained tokens that were drawn; empty for a sample without a record.
+
+    The arguments are those of :func:`step_metrics`.
+    """
+    gaps = []
+    for trajectory, trainer_log_probs in zip(records, log_probs):
+        if trajectory is None:
+            gaps.append(np.zeros(0))
+            continue
+        length = min(len(trainer_log_probs), len(trajectory.log_probs))
+        differences = np.abs(trainer_log_probs[:length] - trajectory.log_probs[:length])
+        gaps.append(differences[~np.isnan(differences)])
+    return gaps
+
+
 def _places_of(tokens: np.ndarray, record: ReplayRecord) -> dict[str, np.ndarray]:
     """Masks over the positions ``tokens`` (N,), by the name of the place: which tokens are there, (N,) bool each."""
     follows_perturbed = np.isin(tokens - 1, record.positions)
@@ -159,7 +175,7 @@ def _quotients(totals: Mapping[str, int], with_planned: bool) -> dict[str, float
         "rate": ("perturbed", "generated"),
         "record_bytes_per_token": ("bytes", "generated"),
         "prefix_hit_rate": ("cached", "prompted"),
-        "anchor_agreement": ("agreed", "perturbed"),
+        "sampled_token_kept": ("agreed", "perturbed"),
     }
     if with_planned:
         quotients["planned_rate"] = ("planned", "generated")

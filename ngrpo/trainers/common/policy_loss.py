@@ -53,12 +53,20 @@ def rows_of_tokens(action_mask: Tensor, attention_mask: Tensor, shape: tuple[int
         attention_mask: (B, T).
         shape: the logits' without V, (B, T) of a padded batch or (1, total) of a packed one; ValueError for others.
     """
+    sample, position = positions_of_tokens(action_mask, attention_mask)
+    # The row before a token chose it.
+    rows, _ = flat_rows(sample, position - 1, shape, attention_mask)
+    return rows, sample
+
+
+def positions_of_tokens(action_mask: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
+    """The samples of generated tokens and the tokens' positions in their trajectories, (N,) int64 each.
+
+    Arguments as of :func:`rows_of_tokens`.
+    """
     sample, column = action_mask.bool().nonzero(as_tuple=True)
     first = attention_mask.int().argmax(dim=-1)
-    # The row before a token chose it.
-    position = attention_mask.shape[1] - 1 - action_mask.shape[1] + column - first[sample]
-    rows, _ = flat_rows(sample, position, shape, attention_mask)
-    return rows, sample
+    return sample, attention_mask.shape[1] - action_mask.shape[1] + column - first[sample]
 
 
 @dataclass(frozen=True)

@@ -210,8 +210,9 @@ class Conversation:
 # ---- in a sample of a training batch: its trajectory and its two rounds, a dictionary of bytes --------------------
 
 SECOND_ROUND = "second_round"
+REQUESTED_DRAWS = "requested_draws"
 _VERSION = 1
-OURS = {*packing.PARTS, SECOND_ROUND}
+OURS = {*packing.PARTS, SECOND_ROUND, REQUESTED_DRAWS}
 """Our entries of a sample's dictionary; the others are a multimodal model's."""
 
 
@@ -315,3 +316,36 @@ def two_rounds(side_inputs: Sequence[Any] | None, batch: int) -> list[TwoRounds 
         data = (entries or {}).get(SECOND_ROUND)
         rounds.append(None if data is None else TwoRounds.unpack(data))
     return rounds
+
+
+@dataclass(frozen=True)
+class RequestedDraws:
+    """What a sampling schedule goes by in a request, besides its tokens; names as of `NextTokens`."""
+
+    temperature: float
+    training_step: int
+    answer: int = 0
+    answers: int = 1
+
+    def pack(self) -> dict[str, bytes]:
+        """As plain bytes with a checksum, like records."""
+        numbers = np.array([self.training_step, self.answer, self.answers])
+        parts = [packing.varints(numbers), packing.floats(np.array([self.temperature]))]
+        return {REQUESTED_DRAWS: packing.sealed(parts, _VERSION)}
+
+    @classmethod
+    def unpack(cls, data: bytes) -> "RequestedDraws":
+        """From the bytes of :meth:`pack`; ValueError for bytes that were cut or altered."""
+        reader = packing.unsealed(data, _VERSION, "a sample's requested draws")
+        training_step, answer, answers = reader.varints(3).tolist()
+        (temperature,) = reader.all_floats().tolist()
+        return cls(temperature, training_step, answer, answers)
+
+
+def requested_draws(side_inputs: Sequence[Any] | None, batch: int) -> list[RequestedDraws | None]:
+    """What the schedule of each sample of a batch goes by, None where its request was not recorded."""
+    requests: list[RequestedDraws | None] = []
+    for entries in side_inputs or [None] * batch:
+        data = (entries or {}).get(REQUESTED_DRAWS)
+        requests.append(None if data is None else RequestedDraws.unpack(data))
+    return requests

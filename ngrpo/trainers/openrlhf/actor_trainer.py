@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 
-from ngrpo.config.run import current_run
+from ngrpo.config.run import RunConfig, current_run
 from ngrpo.machine.models import lora
 from ngrpo.machine.upstream.types import Experience, Upstream
 from ngrpo.trainers.common import log_probs, sample_records, weights_file
 from ngrpo.trainers.common.policy_loss import CreditInLoss, RatioMeasure, TwoRoundsLoss
+from ngrpo.trainers.common.score_centering import ImportanceWeight, Sampler, ScoreCentering
 from ngrpo.trainers.openrlhf import lora_sync, model_actors
 from ngrpo.trainers.openrlhf.experiences import marks_of
 from perturbations import UsageError, seeds
@@ -73,8 +74,17 @@ class PerturbedActorTrainer(Upstream):
         side_inputs = experience.mm_train_inputs
         upstream_loss = self.actor_loss_fn
         loss = upstream_loss
+        centering = None
         credit = None
         ratio = None
+        if run.sampling.score_centering:
+            centering = ScoreCentering(
+                upstream_loss,
+                sampler_of(run, self.actor.temperature, upstream_loss),
+                action_mask=experience.action_mask,
+                attention_mask=experience.attention_mask,
+            )
+            loss = centering
         with ExitStack() as stack:  # the backward runs inside, so that a checkpointed forward replays again
             if run.credit is not None and run.credit.acts_in_loss:
                 credit = CreditInLoss(
@@ -99,6 +109,7 @@ class PerturbedActorTrainer(Upstream):
                     experience.advantages,
                     # A pass over the vocabulary is worth its time once per step, not in every micro-batch.
                     look_up=_LOOK_UP if step == 0 else 0,
+                    centering=centering,
                 )
             )
             if run.perturbation is not None:
@@ -114,6 +125,9 @@ class PerturbedActorTrainer(Upstream):
         if "actor_grad_norm" in metrics:
             updates = self.actor.model.global_steps
             self.gradient_norms = {**self.gradient_norms, updates: metrics["actor_grad_norm"]}
+        if centering is not None:
+            metrics["score_centering/removed"] = centering.removed
+            weights["score_centering/removed"] = "token"
         if credit is not None:
             metrics["credit/in_loss"] = credit.share
             weights["credit/in_loss"] = "token"
@@ -161,6 +175,17 @@ class PerturbedActorTrainer(Upstream):
             with weights_file.written(weights) as path:
                 ray.get([engine.load_weights_file.remote(path) for engine in self.vllm_engines])
         torch.distributed.barrier()
+
+
+def sampler_of(run: RunConfig, temperature: float, policy_loss: Any) -> Sampler:
+    """How the run draws tokens; ``policy_loss`` is OpenRLHF's, which has the importance weights."""
+    return Sampler(
+        temperature=temperature,
+        perturbation=run.perturbation,
+        schedule=run.sampling_schedule,
+        corrects_mask=run.sampling.correct_mask,
+        weight=ImportanceWeight.of(policy_loss),
+    )
 
 
 def syncs_by_file() -> bool:

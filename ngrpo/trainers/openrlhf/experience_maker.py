@@ -13,8 +13,15 @@ from torch.nn.utils.rnn import pad_sequence
 from ngrpo.config.run import GROUP_BASELINES, current_run
 from ngrpo.machine.upstream.types import Experience, Upstream
 from ngrpo.methods.second_rounds.base import SecondRound
-from ngrpo.trainers.common import mismatch, policy_loss, sample_records
-from ngrpo.trainers.openrlhf import model_actors, rewards, rollout_actor, step_advantages, step_credits
+from ngrpo.trainers.common import mismatch, policy_loss, sample_records, staleness
+from ngrpo.trainers.openrlhf import (
+    fresh_rollouts,
+    model_actors,
+    rewards,
+    rollout_actor,
+    step_advantages,
+    step_credits,
+)
 from ngrpo.trainers.openrlhf.experiences import masked
 from ngrpo.trainers.openrlhf.kept_groups import KeptGroups, keep
 from perturbations.errors import require
@@ -31,6 +38,7 @@ class MeasuringExperienceMaker(Upstream):
 
     Attributes:
         training_step: from 0, or from a checkpoint's.
+        weight_version: of the trainer's weights: the number of weight syncs that it has made.
         step_measures: of the current step, which the trainer takes.
         visits: what an advantage keeps of prompts, COPO's counts or SPO's values; part of a checkpoint.
         rollout_divergence: of the latest step, for a policy noise; None if unknown.
@@ -40,6 +48,7 @@ class MeasuringExperienceMaker(Upstream):
     """
 
     training_step = 0
+    weight_version = 0
     step_measures: Mapping[str, float] = MappingProxyType({})
     visits: step_advantages.Visits | step_advantages.Values | None = None
     rollout_divergence: float | None = None
@@ -51,9 +60,16 @@ class MeasuringExperienceMaker(Upstream):
         run = current_run()
         rewards.refuse_untrained(rollout_samples)
         self.warn_of_cuts(rollout_samples)
+        ages = None
+        if run.has_weight_versions:
+            ages = staleness.ages(fresh_rollouts.take_versions(rollout_samples), self.weight_version)
         experiences = super().make_experience_batch(rollout_samples)
+        gaps = None
         if run.perturbation is not None or run.has_side_records:
-            self.note(replay_measures(self, experiences))  # before the update
+            measures, gaps = replay_measures(self, experiences)  # before the update
+            self.note(measures)
+        if ages is not None:
+            self.note(staleness_measures(experiences, ages, gaps))
         if run.changes_rollout_policy:
             self.note(rollout_policy_measures(self, experiences))
         if run.second_round is not None:
@@ -111,8 +127,12 @@ class MeasuringExperienceMaker(Upstream):
 # ---- the training–inference mismatch -------------------------------------------------------------------------------
 
 
-def replay_measures(maker: Any, experiences: Sequence[Experience]) -> dict[str, float]:
-    """Measures the training–inference mismatch before the update; ``ReplayGap`` if it is too large in a strict run."""
+def replay_measures(maker: Any, experiences: Sequence[Experience]) -> tuple[dict[str, float], list[np.ndarray]]:
+    """Measures the training–inference mismatch before the update; ``ReplayGap`` if it is too large in a strict run.
+
+    Returns:
+        The measures, and the gaps of each sample's trained tokens, in the order of the micro-batches.
+    """
     perturbation = current_run().perturbation
     token_log_probs = [experience.action_log_probs for experience in experiences]
     if perturbation is not None and perturbation.has_density:
@@ -131,7 +151,33 @@ def replay_measures(maker: Any, experiences: Sequence[Experience]) -> dict[str, 
         if gap is not None:
             measures["perturbation/gap_unperturbed_mean"] = gap
     judge(maker, measures)
-    return measures
+    return measures, mismatch.gaps_of_samples(trajectories, log_probs)
+
+
+def staleness_measures(
+    experiences: Sequence[Experience], ages: np.ndarray, gaps: Sequence[np.ndarray] | None
+) -> dict[str, float]:
+    """Measures how old the weights are that a step's tokens were drawn with, and the mismatch by their age.
+
+    Args:
+        experiences: the micro-batches of the step.
+        ages: of the step's samples, in the order of the rollout, (N,).
+        gaps: of each sample's trained tokens, in the order of the micro-batches; None in a run without records, which
+            has them where OpenRLHF keeps the rollout's log-probabilities.
+    """
+    order: list[int] = []
+    token_counts: list[int] = []
+    of_openrlhf: list[np.ndarray] = []
+    for experience in experiences:
+        order.extend(experience.index)
+        is_trained = experience.action_mask.bool()
+        token_counts.extend(is_trained.sum(dim=-1).tolist())
+        if experience.rollout_log_probs is not None:
+            differences = (experience.action_log_probs - experience.rollout_log_probs).float().abs()
+            of_openrlhf.extend(row[mask].cpu().numpy() for row, mask in zip(differences, is_trained))
+    if gaps is None and len(of_openrlhf) == len(order):
+        gaps = of_openrlhf
+    return staleness.measures(ages[order], np.array(token_counts), gaps)
 
 
 def log_probs_by_position(experience: Experience, log_probs: Tensor) -> list[np.ndarray]:

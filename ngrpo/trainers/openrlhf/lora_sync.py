@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ngrpo.config.run import current_run
-from ngrpo.machine.models import lora
+from ngrpo.machine.models import four_bit, lora
 from ngrpo.machine.upstream.patch import around
 from ngrpo.machine.upstream.types import Actor, ActorPPOTrainer, DeepspeedStrategy, PreTrainedTokenizerBase
 
@@ -25,6 +26,7 @@ from ngrpo.machine.upstream.types import Actor, ActorPPOTrainer, DeepspeedStrate
 def checked_actor(original: Callable[..., None], self: Actor, *args: object, **kwargs: object) -> None:
     """`Actor.__init__`: adapters that a merged weight cannot stand for are an error before the first rollout."""
     original(self, *args, **kwargs)
+    four_bit.prepare(self.model)  # the reference model too, which has no adapters
     if lora.has_adapters(self.model):
         perturbation = current_run().perturbation
         lora.check_adapters(self.model, perturbed=perturbation is not None and perturbation.active)
@@ -143,4 +145,5 @@ def save_model(
             # Adapters of the embedding are saved as such; the table itself is frozen.
             module.save_pretrained(output_dir, state_dict=state, save_embedding_layers=False)
             tokenizer.save_pretrained(output_dir)
+            four_bit.write_config(module, Path(output_dir))
     torch_dist_barrier_and_cuda_sync()

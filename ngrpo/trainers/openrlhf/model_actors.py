@@ -15,12 +15,14 @@ from torch import Tensor, nn
 
 from ngrpo.config.run import current_run
 from ngrpo.machine.models import lora
+from ngrpo.machine.progress import announce
 from ngrpo.machine.storage.parameters_file import attach
 from ngrpo.machine.upstream.patch import around
 from ngrpo.machine.upstream.types import DeepspeedStrategy, Upstream
 from ngrpo.trainers.common import policy_loss, sample_records
 from ngrpo.trainers.common.log_probs import Densities, corrected, densities, no_overrides
 from ngrpo.trainers.common.replay_check import check_replay
+from ngrpo.trainers.common.score_centering import ScoreCentering
 from perturbations import Perturbation
 from perturbations.errors import require
 from perturbations.parameters import attached, freeze
@@ -60,6 +62,7 @@ class _Replaying(Upstream):
         model = getattr(self, self.model_attribute)
         side_inputs = kwargs.get("mm_train_inputs_list")
         if run.perturbation is not None and not self._is_checked:
+            announce("start-up check of the replay")
             check_replay(model_of(model), self.unperturbed_log_probs)
             self._is_checked = True
         entropies: list[Tensor] = []
@@ -150,6 +153,7 @@ def replayed(
     *,
     measure: bool = True,
     look_up: int = 0,
+    centering: ScoreCentering | None = None,
 ) -> Iterator[tuple[ReplayStats | None, Densities | None]]:
     """The forward of OpenRLHF's ``Actor`` in this context is over the rollout's inputs, experts and sets of tokens.
 
@@ -161,6 +165,7 @@ def replayed(
         mask: the attention mask, a tensor (B, T).
         advantages: as of :class:`Densities`.
         measure, look_up: as of :class:`ReplayScope`.
+        centering: of the loss that follows; None for a forward without one.
 
     Yields:
         Measures of the replay, and the densities of the forward; None in a run without them.
@@ -174,6 +179,9 @@ def replayed(
     with ExitStack() as stack:
         if run.sampling.correct_mask:
             stack.enter_context(corrected(trajectories, mask))
+        if centering is not None:
+            requests = sample_records.requested_draws(side_inputs, len(mask))
+            stack.enter_context(centering.watching(trajectories, requests))
         if run.replay_routing:
             experts = sample_records.routed(trajectories, len(mask))
             stack.enter_context(RoutingScope(model_of(actor))(experts, mask))

@@ -16,7 +16,7 @@ from ngrpo.machine.upstream.types import SamplingParams, Upstream
 from ngrpo.rollout import records, settings
 from ngrpo.rollout.request_arguments import LOGITS_UNCHANGED, in_words, logit_changes
 from ngrpo.trainers.common import sample_records, weights_file
-from ngrpo.trainers.openrlhf import pictures, rewards, second_round
+from ngrpo.trainers.openrlhf import fresh_rollouts, pictures, rewards, second_round
 from perturbations import registry, seeds
 from perturbations.errors import require
 from perturbations.replay.trajectory import FinishedTrajectory, UnperturbedAnswer
@@ -41,7 +41,13 @@ def rollout_actor(plain: type) -> type:
 
 
 class PerturbedRolloutRayActor(Upstream):
-    """What goes in front of `RolloutRayActor`; a run without a feature skips its line."""
+    """What goes in front of `RolloutRayActor`; a run without a feature skips its line.
+
+    Attributes:
+        weight_version: of the engine's weights: the number of weight syncs that it has completed.
+    """
+
+    weight_version = 0
 
     async def __init__(self, *args: object, **kwargs: Any) -> None:
         run = current_run()
@@ -80,6 +86,18 @@ class PerturbedRolloutRayActor(Upstream):
         await self.engine_check.passed()
         return await generate(self, prompt_token_ids, sampling_params, multi_modal_data)
 
+    async def generate_responses(self, *args: Any, **kwargs: Any) -> Any:
+        version = self.weight_version
+        responses = await super().generate_responses(*args, **kwargs)
+        if not current_run().has_weight_versions:
+            return responses
+        if self.weight_version != version:
+            raise RuntimeError(
+                f"weight sync {self.weight_version} came while responses of sync {version} were drawn, so their tokens"
+                " are of several versions of the weights. OpenRLHF 0.11.2 locks the engines against it."
+            )
+        return [fresh_rollouts.with_version(response, version) for response in responses]
+
     async def generate_in_two_rounds(self, **kwargs: Any) -> Any:
         return await second_round.in_two_rounds(self, **kwargs)
 
@@ -95,7 +113,10 @@ class PerturbedRolloutRayActor(Upstream):
 
     async def weights_updated(self, is_last: bool) -> None:
         """After a sync's last parameter neighbors are computed, so that a hybrid engine's KV cache still sleeps."""
-        if current_run().changes_rollouts and is_last:
+        if not is_last:
+            return
+        self.weight_version += 1
+        if current_run().changes_rollouts:
             await self.llm.collective_rpc("perturbation_prepare")
             self.engine_check.weights_synced()
 
@@ -104,6 +125,7 @@ class PerturbedRolloutRayActor(Upstream):
         # A function and not a method name: vLLM ships it to its workers by reference (OpenRLHF sets
         # VLLM_ALLOW_INSECURE_SERIALIZATION), so worker_extension_cls stays OpenRLHF's.
         await self.llm.collective_rpc(weights_file.load_weights_file, args=(path,))
+        self.weight_version += 1
         if current_run().changes_rollouts:
             self.engine_check.weights_synced()
 
@@ -128,7 +150,8 @@ def engine_settings(spec: Mapping[str, Any]) -> dict[str, Any]:
     return {
         settings.KEY: spec,
         settings.SEEDED_DRAWS: run.reproducible,
-        settings.SAMPLING_MASKS: run.sampling.correct_mask,
+        settings.SAMPLING_MASKS: run.sampling.records_masks,
+        settings.FULL_LOG_PROBS: run.sampling.score_centering and not run.sampling.correct_mask,
         settings.SAMPLING_MASK_GIB: run.sampling.mask_gib,
         settings.ROUTED_EXPERTS: run.replay_routing,
         settings.SAMPLING_SCHEDULE: run.specs.get("sampling_schedule"),
@@ -198,6 +221,8 @@ class RecordingExecutor:
         if conversation.trajectory is None or not has_records:
             return response
         record = conversation.finished(response["observation_tokens"]).pack()
+        if run.sampling.score_centering and run.sampling_schedule is not None:
+            record |= requested_draws(conversation).pack()
         return {**response, "mm_train_inputs": {**(response.get("mm_train_inputs") or {}), **record}}
 
     def _begin(self, call: Mapping[str, Any]) -> tuple[sample_records.Conversation, bool]:
@@ -224,6 +249,17 @@ class RecordingExecutor:
             redrawn=run.perturbation is not None and run.perturbation.has_density,
         )
         return conversation, is_replayed
+
+
+def requested_draws(conversation: sample_records.Conversation) -> sample_records.RequestedDraws:
+    """What the sampling schedule goes by in the requests of a trajectory."""
+    arguments = conversation.arguments
+    return sample_records.RequestedDraws(
+        temperature=conversation.sampling["temperature"],
+        training_step=arguments.get("training_step", 0),
+        answer=arguments.get("answer", 0),
+        answers=arguments.get("answers", 1),
+    )
 
 
 def sampling_of(params: SamplingParams | None) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from copy import deepcopy
 from typing import Any
 
 from ngrpo.config.run import current_run
+from ngrpo.machine.progress import announce
 from ngrpo.machine.upstream.types import SamplingParams, Upstream
 from ngrpo.rollout.settings import KEY
 
@@ -42,9 +43,11 @@ class PerturbedSamplesGenerator(Upstream):
     temperature_factor = 1.0
     evaluating = False
     _in_round = False
+    _evaluated = 0  # prompts of the current evaluation that have been sent to engines and are finished
 
     def generate_eval_samples(self, **kwargs: object) -> Any:
         self.evaluating = True
+        self._evaluated = 0
         try:
             return super().generate_eval_samples(**kwargs)
         finally:
@@ -61,6 +64,11 @@ class PerturbedSamplesGenerator(Upstream):
         if not (self._in_round or self.evaluating):
             self._in_round = True
             self.rollout_round += 1
+        if self.evaluating and prompts:
+            # OpenRLHF sends one batch of prompts after the other.
+            total = len(self.eval_dataloader.dataset)
+            announce(f"evaluating {total} problems", self._evaluated, total)
+            self._evaluated += len(prompts)
         arguments = self.request_arguments()
         if self.follows_schedule():
             kwargs["temperature"] = kwargs.get("temperature", 1.0) * self.temperature_factor

@@ -17,6 +17,7 @@ from ngrpo.machine.upstream.patch import around
 from ngrpo.machine.upstream.types import DeepspeedStrategy, Experience, PreTrainedTokenizerBase, Upstream
 from ngrpo.methods.sampling_schedules.base import PastStep, Run, SamplingSchedule
 from ngrpo.trainers.openrlhf.actor_trainer import MEAN_METRICS
+from ngrpo.trainers.openrlhf.fresh_rollouts import FreshRollouts
 from perturbations.errors import UsageError, require
 
 _STATE = "ngrpo"
@@ -43,9 +44,11 @@ class PerturbedTrainer(Upstream):
         noise_step: the training step of the next rollouts.
         noise: the step that the engines' noise was last chosen for, and its σ.
         past_steps: for the sampling schedule.
+        weight_version: of the trainer's weights: the number of weight syncs that it has made in this process.
     """
 
     noise_step = 0
+    weight_version = 0
     noise: tuple[int, float | None] = (-1, None)
     past_steps: tuple[PastStep, ...] = ()
 
@@ -56,8 +59,9 @@ class PerturbedTrainer(Upstream):
         if _STATE in states:
             self.restore(states[_STATE])
         is_fresh = self.noise_step == 0
-        if run.policy_noise is not None and is_fresh:
-            # The first rollout's weights have noise too. A resumed run sends its weights itself.
+        # The first rollout's weights have noise too. With 4 bits they are the dequantised ones, and an engine has the
+        # checkpoint's until the first weight sync. A resumed run sends its weights itself.
+        if is_fresh and (run.policy_noise is not None or self.args.ds.load_in_4bit):
             self.broadcast_to_vllm()
         if run.eval_at_start and is_fresh and self.eval_dataloader:
             sampling = {
@@ -67,6 +71,20 @@ class PerturbedTrainer(Upstream):
             self.evaluate(0, **{**self.generate_kwargs, **sampling})
         self.choose_temperature()
         return states
+
+    def fit(self, *args: object, **kwargs: object) -> None:
+        max_staleness = current_run().sampling.max_staleness
+        if max_staleness is not None:  # which asynchronous runs alone may have
+            rollout = self.args.rollout
+            self.rollout_queue = FreshRollouts(
+                self.rollout_queue,
+                self.rollout_slots,
+                max_staleness=max_staleness,
+                batch=rollout.batch_size * rollout.n_samples_per_prompt,
+                trainer_version=lambda: self.weight_version,
+                step=lambda: self.noise_step,
+            )
+        super().fit(*args, **kwargs)
 
     def restore(self, ours: Mapping[str, Any]) -> None:
         """Goes on with our part of a checkpoint's states."""
@@ -83,10 +101,13 @@ class PerturbedTrainer(Upstream):
         rollout_noise = self.noise[1]
         rollout_factor = self.samples_generator.temperature_factor if schedule is not None else 1.0
         self.experience_maker.training_step = global_step
+        self.experience_maker.weight_version = self.weight_version
         self.noise_step = global_step + 1
         status, global_step = super().train_step(rollout_samples, global_step)
         add_measures(status, self.experience_maker.step_measures)
         self.experience_maker.step_measures = {}
+        if run.sampling.max_staleness is not None:
+            status["staleness/left_out"] = float(self.rollout_queue.take_left_out())
         warn_of_nothing_learned(status, global_step, rollout_samples)
         if run.perturbation is not None:
             status |= neighbor_drift(self.vllm_engines)
@@ -107,7 +128,9 @@ class PerturbedTrainer(Upstream):
     def broadcast_to_vllm(self) -> None:
         noise = current_run().policy_noise
         if noise is None:
-            return super().broadcast_to_vllm()
+            super().broadcast_to_vllm()
+            self.weight_version += 1
+            return
         chosen_for, scale = self.noise
         if chosen_for != self.noise_step:
             total = steps_of_run(self.args, len(self.prompts_dataloader))
@@ -131,6 +154,7 @@ class PerturbedTrainer(Upstream):
         group = self.actor_model_group
         ray.get(group.async_run_method(method_name="set_policy_noise", scale=scale, sync=self.noise_step))
         super().broadcast_to_vllm()
+        self.weight_version += 1
 
     def save_logs_and_checkpoints(self, step: int, status: Mapping[str, Any], states: dict[str, Any]) -> None:
         # In place, since OpenRLHF saves the best checkpoint with the same states.

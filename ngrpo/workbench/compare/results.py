@@ -112,8 +112,9 @@ def _run(plan: Plan, run: Run, folder: ComparisonFolder) -> dict[str, Any]:
     state = status(plan, run, folder)
     done = state["status"] == "done"
     summary = (folder.read(f"{path}/summary.json") if done else None) or {}
-    # A report has no room for the kept groups of more than one seed.
-    kept = summary.get("groups") if run.seed == plan.seeds[0] else None
+    # A report has no room for kept groups and samples of more than one seed.
+    is_first_seed = run.seed == plan.seeds[0]
+    kept = summary.get("groups") if is_first_seed else None
     return {
         "id": run.id,
         "strategy": run.arm.id,
@@ -125,6 +126,7 @@ def _run(plan: Plan, run: Run, folder: ComparisonFolder) -> dict[str, Any]:
         "evaluations": _evaluations(summary),
         "evaluation": folder.read(f"{path}/evaluation/evaluation.json") if done else None,
         "groups": fitting(kept or [], MOST_BYTES // len(plan.arms)),
+        "samples": summary.get("samples", []) if is_first_seed else [],
     }
 
 

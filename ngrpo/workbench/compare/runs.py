@@ -20,8 +20,9 @@ from typing import Any
 from ngrpo.config import parse
 from ngrpo.config.arms import Arm
 from ngrpo.config.run import FILE, PROGRESS, RunConfig
-from ngrpo.machine.console import follow, span
+from ngrpo.machine.console import span
 from ngrpo.machine.models import conversation, packaged
+from ngrpo.machine.progress import follow
 from ngrpo.machine.storage.datafiles import contents
 from ngrpo.machine.storage.result_folder import CannotWrite, ResultFolder, writing
 from ngrpo.machine.upstream.openrlhf_flags import MODEL_NAMES, Flags

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ngrpo.workbench.report import drawing
-from ngrpo.workbench.report.drawing import WIDE, Scale, Series, Size, spread
+from ngrpo.workbench.report.drawing import WIDE, Scale, Series, Size, beginning, spread
 from ngrpo.workbench.report.values import dig, format_number, number, rows, with_ends
 
 _MOST_MARKERS = 12
@@ -135,7 +135,7 @@ def line_chart(
         xs=xs,
         ys=ys,
         x_title=x_title,
-        y_title=y_title,
+        y_title=f"{y_title}{beginning(ys)}",
         groups=groups,
         data={"kind": "lines", "x": columns, "labels": list(labels), "series": readings},
     )
@@ -229,7 +229,19 @@ def learning(results: Mapping[str, Any], series: Mapping[str, Series]) -> dict[s
         "evaluation": evaluation,
         "reward": chart("reward", "Reward of the training rollouts"),
         "small": [small_chart for small_chart in small_charts if small_chart],
+        "samples": _samples(rows(results, "runs"), series),
     }
+
+
+def _samples(runs: Sequence[Mapping[str, Any]], series: Mapping[str, Series]) -> list[dict[str, Any]]:
+    """The logged samples of the first finished run of each arm that has any: series, seed and rows."""
+    by_arm: dict[str, dict[str, Any]] = {}
+    for run in runs:
+        name = str(run.get("strategy"))
+        sampled = rows(run, "samples")
+        if run.get("status") == "done" and sampled and name in series and name not in by_arm:
+            by_arm[name] = {"series": series[name], "seed": run.get("seed"), "rows": sampled}
+    return [by_arm[name] for name in series if name in by_arm]
 
 
 def _bin_label(steps: Sequence[int]) -> str:

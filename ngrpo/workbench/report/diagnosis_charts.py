@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from ngrpo.workbench.report import drawing
 from ngrpo.workbench.report.charts import Chart, Group, Label
-from ngrpo.workbench.report.drawing import SQUARE, Series, spread
+from ngrpo.workbench.report.drawing import SQUARE, Series, beginning, spread
 from ngrpo.workbench.report.values import MISSING, dig, ends, format_number, number, rows, token, with_ends
 
 _MOST_READINGS = 6
@@ -154,8 +154,8 @@ def _axes_chart(arms: Sequence[_Axes]) -> Chart:
         size=SQUARE,
         xs=xs,
         ys=ys,
-        x_title=_VALIDITY_TITLE,
-        y_title=_DIVERSITY_TITLE,
+        x_title=f"{_VALIDITY_TITLE}{beginning(xs)}",
+        y_title=f"{_DIVERSITY_TITLE}{beginning(ys)}",
         groups=groups,
         data={"kind": "points", "points": readings},
     )

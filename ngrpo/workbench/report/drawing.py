@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ngrpo.workbench.report.values import dig, rows
+from ngrpo.workbench.report.values import dig, rows, short_exponent
 
 HUES = 7  # --hue0 (the baseline's grey) to --hue6 in style.css
 _DASHES = 6
+_MOST_DECIMALS = 4  # of a tick's label without an exponent
 # Outlines around (0, 0), of about the same area.
 _SHAPES = (
     "M-3 0A3 3 0 1 0 3 0A3 3 0 1 0 -3 0Z",
@@ -161,10 +162,28 @@ def _round_step(rough: float) -> float:
 
 
 def _tick_labels(ticks: Sequence[float], step: float, high: float) -> list[str]:
-    """Labels with as many decimals as the step has; with an exponent where these would be many."""
-    decimals = next((digits for digits in range(7) if math.isclose(round(step, digits), step)), None)
-    form = ".3g" if decimals is None or high >= 1e6 else f",.{decimals}f"
-    return [f"{tick:{form}}".replace("-", "−") for tick in ticks]
+    """Labels with as many decimals as the step has; with an exponent, ``5e−6``, where these would be many."""
+    decimals = next((digits for digits in range(_MOST_DECIMALS + 1) if math.isclose(round(step, digits), step)), None)
+    if decimals is None or high >= 1e6:
+        return [_with_exponent(tick) for tick in ticks]
+    return [f"{tick:,.{decimals}f}".replace("-", "−") for tick in ticks]
+
+
+def _with_exponent(value: float) -> str:
+    """A number of at most three digits with an exponent: ``1.25e−5``; zero has none."""
+    if value == 0:
+        return "0"
+    digits, _, exponent = f"{value:.2e}".partition("e")
+    return short_exponent(f"{digits.rstrip('0').rstrip('.')}e{exponent}").replace("-", "−")
+
+
+def beginning(scale: Scale) -> str:
+    """What an axis's title says of a scale that leaves out 0, ``, axis from 0.6``; empty for any other."""
+    if scale.low <= 0.0 <= scale.high:
+        return ""
+    if scale.low > 0.0:
+        return f", axis from {scale.labels[0]}"
+    return f", axis up to {scale.labels[-1]}"
 
 
 def doubling(values: Sequence[int], size: Size) -> Scale:

@@ -2,6 +2,7 @@
 """A run's `summary.json`, and its table at the end of the run."""
 
 import dataclasses
+import re
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,7 +13,7 @@ from ngrpo.config.flag_checks import LOAD
 from ngrpo.config.kinds import run_level_kinds
 from ngrpo.config.run import FILE, RunConfig
 from ngrpo.machine.console import text_table
-from ngrpo.machine.storage.datafiles import Series, event_files, read_scalars
+from ngrpo.machine.storage.datafiles import Series, event_files, read_scalars, read_texts
 from ngrpo.machine.storage.result_folder import ResultFolder, read_json, write_json
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.machine.upstream.versions import machine, versions
@@ -30,11 +31,27 @@ _LOGS = "event_files.json"
 _PREFIX = "train/"
 _PERTURBATION = "perturbation/"
 # Groups of metrics whose slash becomes an underscore in summary.json: `advantage/mean` is `advantage_mean`.
-_GROUPED = ("advantage/", "credit/", "importance/", "policy_noise/", "sampling/", "second_round/", "task/")
+_GROUPED = (
+    "advantage/",
+    "credit/",
+    "importance/",
+    "policy_noise/",
+    "sampling/",
+    "score_centering/",
+    "second_round/",
+    "task/",
+)
 _TRAINED = ("trained_groups", "trained_responses", "optimizer_steps")
 # group_reward_std is OpenRLHF's mean over groups: 0 where none has anything to learn.
 _AS_LOGGED = ("group_reward_std", *_TRAINED, "cut_prompts", "cut_turns")
 _MOST_ROWS = 14
+_SAMPLES = "train/generated_samples"
+# As OpenRLHF 0.11.2 writes a step's sample: with a backslash and an n for its own line breaks.
+_LOGGED_SAMPLE = re.compile(r"Sample:\\n(?P<text>.*)\\n\\nReward: (?P<reward>-?[\d.]+)", re.DOTALL)
+_MOST_SAMPLES = 6
+_MOST_CHARACTERS = 3_000  # of a sample
+# Releases up to 0.1 logged a metric under another name; their logs are still read.
+_OLD_NAMES = {"anchor_agreement": "sampled_token_kept"}
 
 
 class Column(NamedTuple):
@@ -49,7 +66,7 @@ _STEP = Column("step", "step", ".0f")
 _COLUMNS = (
     Column("reward", "reward", ".3f"),
     Column("rate", "rate", ".3f"),
-    Column("anchor≠sampled", "anchor_differs", ".3f"),
+    Column("token replaced", "sampled_token_replaced", ".3f"),
     Column("shift", "shift", ".3f"),
     Column("gap perturbed", "gap_perturbed_mean", ".1e"),
     Column("max", "gap_perturbed_max", ".1e"),
@@ -103,7 +120,8 @@ def finish(folder: Path, run: RunConfig, *, began: float, ended: float | None = 
     ended = time.time() if ended is None else ended
     flags = Flags(run.openrlhf)
     log = log_folder(folder, flags)
-    scalars = read_scalars(log, _in_order(event_files(log), _noted(folder)))
+    logs = _in_order(event_files(log), _noted(folder))
+    scalars = read_scalars(log, logs)
     if stopped and not steps(scalars):
         return ""
     file = folder / "summary.json"
@@ -129,6 +147,7 @@ def finish(folder: Path, run: RunConfig, *, began: float, ended: float | None = 
         },
         "openrlhf_args": list(run.openrlhf),
         "groups": kept_groups.read(folder) if run.report_groups else [],
+        "samples": samples(read_texts(log, logs, _SAMPLES)),
         "scalars": scalars,
     }
     write_json(file, summary)
@@ -161,8 +180,8 @@ def write_again(folder: Path) -> None:
 def steps(scalars: Series) -> list[dict[str, float]]:
     """One row per training step, with the keys that were logged for it.
 
-    ``tokens_per_second`` divides the generated tokens by the generation's time; ``anchor_differs`` is the share of
-    perturbed positions with another token than the sampled one.
+    ``tokens_per_second`` divides the generated tokens by the generation's time; ``sampled_token_replaced`` is the share
+    of perturbed positions whose text has another token than the sampled one.
     """
     train = {tag.removeprefix(_PREFIX): values for tag, values in scalars.items() if tag.startswith(_PREFIX)}
     rows = []
@@ -173,11 +192,12 @@ def steps(scalars: Series) -> list[dict[str, float]]:
             if tag.startswith(_GROUPED):
                 row[tag.replace("/", "_")] = value
             elif tag.startswith(_PERTURBATION):
-                row[tag.removeprefix(_PERTURBATION)] = value
+                name = tag.removeprefix(_PERTURBATION)
+                row[_OLD_NAMES.get(name, name)] = value
             elif tag in _AS_LOGGED:
                 row[tag] = value
-        if "anchor_agreement" in row:
-            row["anchor_differs"] = 1.0 - row["anchor_agreement"]
+        if "sampled_token_kept" in row:
+            row["sampled_token_replaced"] = 1.0 - row["sampled_token_kept"]
         seconds = logged.get("timing/generation", 0.0)
         length = logged.get("rollout/response_length_mean")
         responses = logged.get("rollout/num_samples")
@@ -187,6 +207,27 @@ def steps(scalars: Series) -> list[dict[str, float]]:
             row["step_seconds"] = logged["timing/step_total"]
         rows.append(row)
     return rows
+
+
+def samples(texts: Mapping[int, str]) -> list[dict[str, Any]]:
+    """The samples that OpenRLHF logged, one of a step: ``step``, ``reward`` and ``text``, prompt and response.
+
+    At most :data:`_MOST_SAMPLES` steps are kept, evenly spread, with the first and the last one.
+    """
+    rows = []
+    for step, logged in texts.items():
+        sample = _LOGGED_SAMPLE.fullmatch(logged)
+        if sample is not None:
+            text = sample["text"]
+            cut = len(text) - _MOST_CHARACTERS
+            if cut > 0:  # the prompt is at the beginning, and the answer at the end
+                half = _MOST_CHARACTERS // 2
+                text = f"{text[:half]}\n[… {cut:,} characters …]\n{text[-half:]}"
+            rows.append({"step": step, "reward": float(sample["reward"]), "text": text})
+    if len(rows) <= _MOST_SAMPLES:
+        return rows
+    spacing = (len(rows) - 1) / (_MOST_SAMPLES - 1)
+    return [rows[round(number * spacing)] for number in range(_MOST_SAMPLES)]
 
 
 def table(summary: Mapping[str, Any]) -> str:

@@ -2,6 +2,7 @@
 """Values of a result file as text: no invisible characters, and a dash where a number is missing."""
 
 import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -54,9 +55,14 @@ def format_number(value: object, digits: int = 3, *, sign: bool = False) -> str:
         return MISSING
     too_large = abs(amount) >= 1e9
     too_small = digits > 3 and 0 < abs(amount) < 0.1**digits * 5
-    text = f"{amount:.2g}" if too_large or too_small else f"{amount:,.{digits}f}"
+    text = short_exponent(f"{amount:.2g}") if too_large or too_small else f"{amount:,.{digits}f}"
     plus = "+" if sign and amount > 0 else ""
     return plus + text.replace("-", "−")
+
+
+def short_exponent(text: str) -> str:
+    """Python's number with an exponent as people write it: ``5e-6`` for ``5e-06``, ``2e9`` for ``2e+09``."""
+    return re.sub(r"e(-?)\+?0*(\d)", r"e\1\2", text)
 
 
 def first_and_last(by_step: Mapping[Any, object]) -> str:

@@ -23,10 +23,10 @@ def test_later_releases_are_for_rollouts_only() -> None:
     last = int(versions.VLLM.rpartition("0.")[2])
     last_of_rollouts = int(versions.VLLM_OF_ROLLOUTS.rpartition(".")[2])
     later = [f"0.{minor}.0" for minor in range(last + 1, last_of_rollouts + 1)]
-    assert later == list(matrix.ROLLOUT_ONLY)
+    assert set(later) == set(matrix.ROLLOUT_ONLY)
     assert all(map(versions.has_rollouts, later))
     assert not any(map(versions.is_supported_vllm, later))
-    assert not versions.has_rollouts("0.33.0")
+    assert not versions.has_rollouts("0.34.0")
 
 
 def test_the_docs_have_its_table() -> None:

@@ -71,8 +71,8 @@ class TestCheck:
         Path("mine.py").write_text(text)
         assert cli.main(["check", "./mine.py:Mine"]) == 1
         out = capsys.readouterr().out
-        assert "ok     a small model that it fits" in out and "WRONG  proposals for ordinary logits" in out
-        assert "what: mine.py:Mine, ordinary logits: edit.ids holds" in out and "fix: Token ids must be in" in out
+        assert "ok       a small model that it fits" in out and "WRONG    proposals for ordinary logits" in out
+        assert "what: mine.py:Mine, ordinary logits: edit.ids holds" in out and "fix:  Token ids must be in" in out
 
     @pytest.mark.parametrize(("words", "code", "says"), refused("check"))
     def test_words(self, words: list[str], code: int, says: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -41,6 +41,8 @@ FEATURES = {
     "e3": "--sampling.schedule e3",
     "second": "--second_round repeat --second_round.group kept",
     "mask": "--sampling.top_k 20 --sampling.correct_mask",
+    "centering": "--sampling.top_k 30 --sampling.score_centering",
+    "cuts": "--perturbation cuts",
     "top_p": "--rollout.top_p 0.9",
     "reproducible": "--reproducible",
     "async": "--train.async_enable",
@@ -58,13 +60,15 @@ FEATURES = {
 }
 # The pairs that a row refuses; every other pair makes a run.
 REFUSED = {
-    "second": "perturbation unsampled density score parameters simko mask warm-up gspo vision",
+    "second": "perturbation unsampled density score parameters cuts simko mask centering warm-up gspo vision",
+    "centering": "unsampled density score cuts simko noise adaptive async warm-up epochs",
     "density": "lens simko adaptive schedule e3 mask top_p correction warm-up",
     "score": "lens noise adaptive schedule e3 async correction warm-up epochs",
     "async": "noise adaptive e3 evaluation",
     "gspo": "credit simko adaptive schedule e3 warm-up",
     "zero3": "noise adaptive ema",
     "unsampled": "schedule e3",
+    "cuts": "schedule e3",
     "vision": "packing dynamic",
     "lora": "ema",
 }

@@ -30,6 +30,7 @@ class Generator:
 
     def __init__(self) -> None:
         self.vllm_engines = [Engine()]
+        self.eval_dataloader = SimpleNamespace(dataset=["p"])
 
     def generate_samples(self) -> None:
         self._generate_vllm()
@@ -74,7 +75,9 @@ class Trainer:
     """OpenRLHF's trainer, as far as an evaluation needs it."""
 
     generate_kwargs: ClassVar[dict[str, Any]] = {"temperature": 1.0, "max_new_tokens": 12}
-    args = SimpleNamespace(eval=SimpleNamespace(temperature=0.6, n_samples_per_prompt=4))
+    args = SimpleNamespace(
+        eval=SimpleNamespace(temperature=0.6, n_samples_per_prompt=4), ds=SimpleNamespace(load_in_4bit=False)
+    )
     eval_dataloader: Any = ("problems",)
 
     def __init__(self, step: int) -> None:

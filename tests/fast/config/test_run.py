@@ -49,6 +49,7 @@ LINES = {
     "nothing of ours": "",
     "none": "--perturbation none --perturbation.replay_buffer memory",
     "a replay buffer for masks": "--sampling.correct_mask --perturbation.replay_buffer memory",
+    "a replay buffer for centering": "--sampling.score_centering --perturbation.replay_buffer memory",
     "every setting": "--perturbation neighbor --perturbation.gap_limit 3.25 --perturbation.strict --reproducible"
     " --eval.at_start --report.groups 2 --replay.routing --preset dapo --sampling.top_k 7 --sampling.correct_mask"
     " --sampling.mask_gib 0.1 --perturbation.replay_buffer memory --perturbation.replay_buffer.max_bytes 77",
@@ -139,6 +140,7 @@ def test_a_task_and_methods_add_the_flags_that_are_not_given(
     assert "added to OpenRLHF's flags" in said and "--algo.dynamic_filtering_range -1000000 0.99999" in said
     written = json.loads(Path("r/summary.json").read_text())
     sampling = {"temperature": 0.8, "top_p": 1.0, "top_k": None, "min_p": 0.1, "correct_mask": False}
+    sampling["score_centering"] = False
     assert written["advantage"] == advantage and written["sampling"] == sampling
 
 

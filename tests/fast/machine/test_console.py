@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from ngrpo.config import run as runs
-from ngrpo.machine.console import follow, show_progress
+from ngrpo.machine.progress import follow, show_progress
 from ngrpo.trainers.openrlhf.trainer import trainer
 
 STEP = "ngrpo: step 3: reward 0.219, 17 s\n"
@@ -67,7 +67,7 @@ def test_file_gets_everything_and_the_screen_comes_back(tmp_path: Path) -> None:
     code = f"""
 import os, subprocess
 from pathlib import Path
-from ngrpo.machine.console import into_file
+from ngrpo.machine.progress import into_file
 print("before", flush=True)
 try:
     with into_file(Path({str(log)!r})):

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.methods import sampling_schedules
@@ -19,35 +20,44 @@ from perturbations.testing import PerturbationError
 from perturbations.testing.proposal import with_hidden
 from tests.support.run import check_pairs, run_of
 
-# Every perturbation, and both values of the options that decide.
-CASES: list[tuple[dict[str, Any], bool]] = [
-    ({"name": "none"}, True),
-    ({"name": "soft"}, True),
-    ({"name": "moi"}, True),
-    ({"name": "selar"}, True),
-    ({"name": "hrpo"}, True),
-    ({"name": "tarpo", "density": "token"}, True),
-    ({"name": "multiplex"}, True),
-    ({"name": "gaussian"}, True),
-    ({"name": "gaussian", "base": "soft"}, True),
-    ({"name": "gaussian", "base": "fuzzy"}, False),
-    ({"name": "orthogonal"}, True),
-    ({"name": "orthogonal", "realization": "anchor"}, False),
-    ({"name": "neighbor"}, False),
-    ({"name": "neighbor", "variant": "released"}, True),
-    ({"name": "gumbel"}, False),
-    ({"name": "gumbel", "clamp": False}, False),
-    ({"name": "cuts"}, False),
-    ({"name": "dirichlet"}, False),
-    ({"name": "normal"}, False),
-    ({"name": "lepo"}, False),
-    ({"name": "latent"}, False),
+# Every perturbation, with both values of the options that decide.
+SAMPLED: list[dict[str, Any]] = [
+    {"name": "none"},
+    {"name": "soft"},
+    {"name": "moi"},
+    {"name": "selar"},
+    {"name": "hrpo"},
+    {"name": "tarpo", "density": "token"},
+    {"name": "multiplex"},
+    {"name": "gaussian"},
+    {"name": "gaussian", "base": "soft"},
+    {"name": "orthogonal"},
+    {"name": "neighbor", "variant": "released"},
 ]
-IDS = ["-".join(map(str, spec.values())) for spec, _ in CASES]
-N, V = 40_000, 48
+NOT_SAMPLED: list[dict[str, Any]] = [
+    {"name": "gaussian", "base": "fuzzy"},
+    {"name": "orthogonal", "realization": "anchor"},
+    {"name": "neighbor"},
+    {"name": "gumbel"},
+    {"name": "gumbel", "clamp": False},
+    {"name": "cuts"},
+    {"name": "dirichlet"},
+    {"name": "normal"},
+    {"name": "lepo"},
+    {"name": "latent"},
+]
+
+N = 40_000
+V = 48
+TEMPERATURE = 1.5
 
 
-def made(spec: dict[str, Any]) -> Perturbation:
+def spec_id(spec: dict[str, Any]) -> str:
+    return "-".join(map(str, spec.values()))
+
+
+def create_quietly(spec: dict[str, Any]) -> Perturbation:
+    """A perturbation without the warning about a greedy text."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         return create(**spec)
@@ -55,38 +65,66 @@ def made(spec: dict[str, Any]) -> Perturbation:
 
 def test_every_perturbation_is_here() -> None:
     in_tree = {name for name, source in available().items() if source.startswith("perturbations.methods")}
-    assert {spec["name"] for spec, _ in CASES} == in_tree
+    assert {spec["name"] for spec in [*SAMPLED, *NOT_SAMPLED]} == in_tree
 
 
-@pytest.mark.parametrize(("spec", "sampled"), CASES, ids=IDS)
-def test_weights_have_the_mean_1_where_the_text_is_sampled_and_nowhere_else(
-    spec: dict[str, Any], sampled: bool
-) -> None:
-    """E[π / π_rollout] over tokens drawn from π_rollout is 1, by Monte Carlo at a temperature of 1.5.
+def schedule_factor(logits: Tensor) -> Tensor:
+    """A sampling schedule's factor, 1.5 at every position."""
+    ead = sampling_schedules.create("ead", c=0, tau_max=TEMPERATURE, d_0=1e6)
+    zeros = torch.zeros(len(logits), dtype=torch.int64)
+    rows = NextTokens(logits=logits, temperature=torch.ones(len(logits)), generated=zeros, step=zeros)
+    return ead.factor(rows)
 
-    The text, as `propose` writes it from logits at that temperature, and log-probabilities as they are recorded.
+
+def standard_errors_from_1(perturbation: Perturbation) -> float:
+    """How far the mean of π / π_rollout over the tokens in the text is from 1, at a temperature of 1.5.
+
+    The text is as `propose` writes it from logits at that temperature, and log-probabilities as they are recorded.
     """
-    perturbation = made(spec)
-    assert perturbation.samples_text == sampled
     generator = torch.Generator().manual_seed(4)
     embeddings = matrix_embeddings(torch.randn(V, 8, generator=generator))
-    z = (1.5 * torch.randn(V, generator=generator)).expand(N, V).contiguous()
-    seeds, rows = torch.full((N,), 11), torch.arange(N)
-    ead = sampling_schedules.create("ead", c=0, tau_max=1.5, d_0=1e6)
-    factor = ead.factor(NextTokens(z, torch.ones(N), torch.zeros(N, dtype=torch.int64), torch.zeros_like(rows)))
-    assert factor[0].item() == pytest.approx(1.5)
-    scaled = z / factor.unsqueeze(-1)
-    rollout = torch.log_softmax(scaled, dim=-1)
-    keys = streams.keys(seeds, rows, streams.Stream.TOKEN)
-    drawn = (rollout - streams.exponential(keys, torch.arange(V)).log()).argmax(dim=-1)
-    step = Step(scaled, drawn, factor, seeds, rows, embeddings)
+    logits = (1.5 * torch.randn(V, generator=generator)).expand(N, V).contiguous()
+    factor = schedule_factor(logits)
+    assert factor[0].item() == pytest.approx(TEMPERATURE)
+
+    tempered = logits / factor.unsqueeze(-1)
+    rollout_log_probs = torch.log_softmax(tempered, dim=-1)
+    seeds = torch.full((N,), 11)
+    positions = torch.arange(N)
+    keys = streams.keys(seeds, positions, streams.Stream.TOKEN)
+    exponentials = streams.exponential(keys, torch.arange(V))
+    step = Step(
+        logits=tempered,
+        sampled=(rollout_log_probs - exponentials.log()).argmax(dim=-1),
+        temperature=factor,
+        seeds=seeds,
+        positions=positions,
+        embeddings=embeddings,
+    )
     if perturbation.reads_hidden:
         step = with_hidden(step, perturbation.module(8))
     tokens = perturbation.propose(step).tokens.unsqueeze(-1)
-    weights = (torch.log_softmax(z, dim=-1).gather(-1, tokens) - rollout.gather(-1, tokens)).exp().double()
-    away = abs(weights.mean().item() - 1.0) / (weights.std().item() / N**0.5 + 1e-9)
-    print(spec, f"mean weight {weights.mean().item():.3f}, {away:.1f} standard errors from 1")
-    assert away < 4.0 if sampled else away > 12.0
+
+    log_probs = torch.log_softmax(logits, dim=-1)
+    log_weights = log_probs.gather(-1, tokens) - rollout_log_probs.gather(-1, tokens)
+    weights = log_weights.exp().double()
+    standard_error = weights.std().item() / N**0.5 + 1e-9
+    return abs(weights.mean().item() - 1.0) / standard_error
+
+
+@pytest.mark.parametrize("spec", SAMPLED, ids=spec_id)
+def test_weights_have_the_mean_1_where_the_text_is_sampled(spec: dict[str, Any]) -> None:
+    """E[π / π_rollout] over tokens drawn from π_rollout is 1."""
+    perturbation = create_quietly(spec)
+    assert perturbation.samples_text
+    assert standard_errors_from_1(perturbation) < 4.0
+
+
+@pytest.mark.parametrize("spec", NOT_SAMPLED, ids=spec_id)
+def test_weights_have_another_mean_where_the_text_is_not_sampled(spec: dict[str, Any]) -> None:
+    perturbation = create_quietly(spec)
+    assert not perturbation.samples_text
+    assert standard_errors_from_1(perturbation) > 12.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +135,8 @@ class Liar(Perturbation):
 
     def propose(self, step: Step) -> Proposal:
         likeliest = step.logits.argmax(dim=-1)
-        return Proposal(InputEdit(likeliest.unsqueeze(-1), torch.ones(len(likeliest), 1)), likeliest)
+        edit = InputEdit(likeliest.unsqueeze(-1), torch.ones(len(likeliest), 1))
+        return Proposal(edit, likeliest)
 
     @property
     def samples_text(self) -> bool:
@@ -112,22 +151,33 @@ def test_the_conformance_suite_sees_a_text_that_is_not_sampled() -> None:
 # --- the rules -------------------------------------------------------------------------------------------------
 
 
-def check(spec: dict[str, Any]) -> None:
-    asked = sampling_schedules.create("ead")
-    settings = run_of(sampling_schedule=asked.spec(), perturbation=made(spec).spec())
+def check_with_schedule(spec: dict[str, Any]) -> None:
+    """Checks a run of this perturbation and a sampling schedule."""
+    schedule = sampling_schedules.create("ead")
+    run = run_of(sampling_schedule=schedule.spec(), perturbation=create_quietly(spec).spec())
+    flags = Flags().with_defaults(schedule.flags(Flags()))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
-        check_pairs(Flags().with_defaults(asked.flags(Flags())).argv, settings)
+        check_pairs(flags.argv, run)
 
 
-def test_the_refusal_names_the_option_under_which_the_text_is_sampled() -> None:
-    for spec, option in (
+@pytest.mark.parametrize(
+    ("spec", "option"),
+    [
         ({"name": "neighbor"}, "realization sampled"),
         ({"name": "orthogonal", "realization": "anchor"}, "realization sampled"),
         ({"name": "gaussian", "base": "fuzzy"}, "base soft"),
-    ):
-        with pytest.raises(UsageError, match=rf"\(its text is sampled with .*--perturbation\.{option}"):
-            check(spec)
+    ],
+)
+def test_the_refusal_names_the_option_under_which_the_text_is_sampled(spec: dict[str, Any], option: str) -> None:
+    with pytest.raises(UsageError, match=rf"\(its text is sampled with .*--perturbation\.{option}"):
+        check_with_schedule(spec)
+
+
+def test_the_refusal_of_a_text_that_no_option_samples() -> None:
     with pytest.raises(UsageError, match=r"^((?!its text is sampled).)*sample the text, leave one of them out"):
-        check({"name": "latent"})
-    check({"name": "latent", "rate": 0.0})
+        check_with_schedule({"name": "latent"})
+
+
+def test_a_perturbation_that_never_acts_is_not_refused() -> None:
+    check_with_schedule({"name": "latent", "rate": 0.0})

@@ -78,10 +78,23 @@ def test_anchors_of_links_exist() -> None:
     outside = [ROOT / name for name in ("README.md", "llms.txt", "CONTRIBUTING.md", "CHANGELOG.md")]
     recipes = ROOT / "examples" / "recipes" / "README.md"
     for page in [*outside, recipes, *DOCS.rglob("*.md")]:
-        for link, anchor in re.findall(r"\]\((?!https?:)([^)#\s]*)#([^)\s]+)\)", page.read_text(encoding="utf-8")):
-            target = (page.parent / link).resolve() if link else page
-            if target.suffix == ".md":
-                assert anchor in anchors_of(target), f"{page.relative_to(ROOT)}: {link}#{anchor}"
+        assert_anchors_exist(page, page.read_text(encoding="utf-8"))
+
+
+def test_anchors_of_links_on_methods_pages_exist() -> None:
+    """These pages are made from rows and entries of other pages, whose links to their own headings must follow."""
+    for address, text in method_pages.pages().items():
+        assert "](#" not in text, f"{address}: a link to a heading of the page that the text is from"
+        assert_anchors_exist(DOCS / address, text)
+
+
+def assert_anchors_exist(page: Path, text: str) -> None:
+    """``text``: what the page has, which need not be a file."""
+    for link, anchor in re.findall(r"\]\((?!https?:)([^)#\s]*)#([^)\s]+)\)", text):
+        target = (page.parent / link).resolve() if link else page
+        if target.suffix == ".md":
+            assert target.is_file(), f"{page.relative_to(ROOT)}: {link}"
+            assert anchor in anchors_of(target), f"{page.relative_to(ROOT)}: {link}#{anchor}"
 
 
 # Words of the glossary that a newcomer cannot guess.

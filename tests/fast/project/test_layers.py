@@ -22,7 +22,13 @@ MODULES = {
 FLOORS = (
     ("perturbations",),
     ("ngrpo",),
-    ("ngrpo.machine.upstream", "ngrpo.machine.console", "ngrpo.machine.storage"),
+    (
+        "ngrpo.machine.upstream",
+        "ngrpo.machine.colors",
+        "ngrpo.machine.console",
+        "ngrpo.machine.progress",
+        "ngrpo.machine.storage",
+    ),
     ("ngrpo.machine.models",),
     ("ngrpo.machine.hardware",),
     ("ngrpo.patches", "ngrpo.methods"),

@@ -11,7 +11,7 @@ from tests.conftest import ROOT
 
 PAGE = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
 SOURCES = [*(ROOT / "ngrpo" / "trainers").rglob("*.py"), *(ROOT / "ngrpo" / "methods" / "tasks").glob("*.py")]
-LOGGED = r"(perturbation|importance|advantage|credit|policy_noise|sampling|second_round|task)/(\w*)"
+LOGGED = r"(perturbation|importance|advantage|credit|policy_noise|sampling|score_centering|second_round|task)/(\w*)"
 
 
 def names_in(path: Path) -> Iterator[str]:

@@ -148,7 +148,9 @@ def step_of_vllm(
     states.temperature = SimpleNamespace(gpu=torch.ones(4))
     states.min_p = SimpleNamespace(np=np.zeros(4))
     states.apply_min_p = None
-    states.get_top_k_top_p = lambda *_: (None, None)
+    states.vocab_size = VOCABULARY
+    states.top_k = SimpleNamespace(np=np.full(4, VOCABULARY))
+    states.top_p = SimpleNamespace(np=np.ones(4))
     grammar_worker = SimpleNamespace(apply_grammar_bitmask=lambda logits, *_: logits.sum().item())
     runner = SimpleNamespace(
         model=model,

@@ -131,7 +131,7 @@ def test_a_prompt_in_parts_is_refused() -> None:
 
 
 def test_an_unsupported_vllm_takes_nothing_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__="0.33.0"))
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__="0.34.0"))
     built = SimpleNamespace(parallel_config=SimpleNamespace())
     create = plugin.checked_config(lambda self: built)
     with pytest.raises(RuntimeError, match="install one of these"):

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The memory of a training with LoRA: gradients and optimizer states of the adapters alone."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -45,6 +46,21 @@ def test_states_are_of_the_adapters(stage: int, held: int) -> None:
     assert parts["actor: weights"].formula == ("2P + 2A" if stage == 2 else "2P/D + 2A")
     assert parts["actor: optimizer states"].phases == (12 * 420,) * 4
     assert parts["actor: gradients, float32 and scaled"].phases[-1] == 6 * 420
+
+
+def test_four_bit_weights_by_hand() -> None:
+    """Q = 3 · (8·8 + 8·4 + 8·4 + 8·8 + 3 · 8·20) = 2,016 weights of 0.5 + 1/64 + 1/4096 bytes; the others have two."""
+    args = args_of("--ds.lora.rank 2 --ds.load_in_4bit")
+    expected = 2016 * (0.5 + 1 / 64 + 1 / 4096) + 2 * (10_000 - 2016)
+    assert lora_plan.four_bit_parameters(SIZE) == 2016
+    assert lora_plan.weight_bytes(SIZE, args) == pytest.approx(expected)
+    assert lora_plan.weight_bytes(SIZE, args_of("--ds.lora.rank 2")) == 20_000
+    actor = gpu_plan.trained("actor", SIZE, args, 2)[0]
+    assert actor.phases[0] == pytest.approx(expected + 2 * 840)
+    assert actor.formula == "0.52Q + 2(P - Q), of which Q in 4 bits + 2A"
+    assert gpu_plan.frozen("reference", SIZE, args, 2).phases[0] == pytest.approx(expected)
+    mixture = replace(SIZE, has_experts=True)
+    assert lora_plan.four_bit_parameters(mixture) == 3 * (64 + 32 + 32 + 64), "experts stay in bfloat16"
 
 
 def test_a_model_that_does_not_fit_whole_fits_with_adapters() -> None:

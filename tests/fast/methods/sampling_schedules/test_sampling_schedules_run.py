@@ -132,6 +132,7 @@ class Generator:
 
         self.vllm_engines = [SimpleNamespace(generate_responses=SimpleNamespace(remote=remote))]
         self.args = SimpleNamespace(rollout=SimpleNamespace(batch_size=8, **rollout))
+        self.eval_dataloader = SimpleNamespace(dataset=["a"])
 
     def _generate_vllm(self, batches: Sequence[list[str]] = (["a"],), **kwargs: Any) -> None:
         for prompts in batches:
@@ -219,6 +220,7 @@ class Trainer:
             train=SimpleNamespace(num_episodes=2),
             rollout=SimpleNamespace(batch_size=8, temperature=0.5),
             actor=SimpleNamespace(model_name_or_path="m"),
+            ds=SimpleNamespace(load_in_4bit=False),
         )
 
     def init_checkpoint_states(self) -> dict[str, Any]:

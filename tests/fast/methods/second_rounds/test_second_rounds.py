@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Second rounds: which prompts are asked, which answers are trained, and by which ratio."""
+"""Second rounds: which prompts are asked, which responses are trained, and by which ratio."""
 
 import asyncio
 import math
@@ -15,10 +15,12 @@ from ngrpo.methods import second_rounds
 from ngrpo.methods.second_rounds.base import closing, opening
 from ngrpo.methods.second_rounds.lope import WORDS
 from ngrpo.trainers.common import sample_records
+from ngrpo.trainers.common.sample_records import TwoRounds
 from ngrpo.trainers.openrlhf import samples_generator, second_round
 from tests.support.run import run_with
 
-LOPE, IGRPO = second_rounds.create("lope"), second_rounds.create("igrpo")
+LOPE = second_rounds.create("lope")
+IGRPO = second_rounds.create("igrpo")
 
 
 class Tokenizer:
@@ -28,152 +30,259 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         assert not add_special_tokens
-        return [ord(letter) for letter in text]
+        return tokens_of(text)
 
     def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
         return {"input_ids": self.encode(text, add_special_tokens)}
 
-    def apply_chat_template(self, messages: list[dict[str, str]], **how: Any) -> str:
-        assert not how["tokenize"]
+    def apply_chat_template(self, messages: list[dict[str, str]], **options: Any) -> str:
+        assert not options["tokenize"]
         if messages[0]["role"] != "system":
             messages = [{"role": "system", "content": "Be kind."}, *messages]
-        generation = "<assistant>" * how.get("add_generation_prompt", False)
-        return "".join(f"<{m['role']}>{m['content']}</>" for m in messages) + generation
+        text = ""
+        for message in messages:
+            text += f"<{message['role']}>{message['content']}</>"
+        if options.get("add_generation_prompt"):
+            text += "<assistant>"
+        return text
 
     def decode(self, tokens: list[int], skip_special_tokens: bool = False) -> str:
         assert skip_special_tokens
         return "".join(map(chr, tokens))
 
 
+# A tokenizer of which nothing but ``encode`` may be called: it has no chat template.
+ENCODER = SimpleNamespace(encode=Tokenizer().encode)
+
+
+def tokens_of(text: str) -> list[int]:
+    return [ord(letter) for letter in text]
+
+
+# --- LOPE's nonsense -----------------------------------------------------------------------------------------------
+
+
+def test_the_words_of_nonsense_differ() -> None:
+    assert len(WORDS) == 63
+    assert len(set(WORDS)) == 63
+
+
 def test_nonsense_is_of_its_words_and_as_long_as_it_may_be() -> None:
-    method, drawn = second_rounds.create("lope", least=20, most=40), set()
+    method = second_rounds.create("lope", least=20, most=40)
+    longest_word = max(map(len, WORDS))
+    drawn = set()
     for seed in range(60):
-        asked = method.prompt("What?", SimpleNamespace(encode=Tokenizer().encode), Random(seed))
-        nonsense, line = asked.split("\n")
-        assert line == "What?" and set(nonsense.split(" ")) <= set(WORDS)
-        assert 20 - max(map(len, WORDS)) - 1 < len(nonsense) <= 40
-        assert len(asked) - len("What?") <= method.room
+        prompt = method.prompt("What?", ENCODER, Random(seed))
+        nonsense, line = prompt.split("\n")
+        assert line == "What?"
+        assert set(nonsense.split(" ")) <= set(WORDS)
+        assert 20 - longest_word - 1 < len(nonsense) <= 40
+        assert len(prompt) - len("What?") <= method.room
         drawn.add(nonsense)
-    assert len(drawn) == 60 and min(map(len, drawn)) < 23 and max(map(len, drawn)) > 37
-    assert method.prompt("What?", Tokenizer(), Random(1)) == method.prompt("What?", Tokenizer(), Random(1))
-    assert len(set(WORDS)) == len(WORDS) == 63
+    assert len(drawn) == 60
+    assert min(map(len, drawn)) < 23
+    assert max(map(len, drawn)) > 37
+
+
+def test_nonsense_of_one_length_fills_it() -> None:
+    method = second_rounds.create("lope", least=20, most=20)
+    prompts = [method.prompt("", ENCODER, Random(seed)) for seed in range(300)]
+    assert max(map(len, prompts)) == 20 + len("\n")
+
+
+def test_nonsense_follows_from_the_seed() -> None:
+    method = second_rounds.create("lope", least=20, most=40)
+    prompt = method.prompt("What?", Tokenizer(), Random(1))
+    assert method.prompt("What?", Tokenizer(), Random(1)) == prompt
+
+
+def test_repeat_asks_the_prompt_again() -> None:
     assert second_rounds.create("repeat").prompt("What?", Tokenizer(), Random(0)) == "What?"
-    only = second_rounds.create("lope", least=20, most=20)
-    asked = [only.prompt("", SimpleNamespace(encode=Tokenizer().encode), Random(seed)) for seed in range(300)]
-    assert max(map(len, asked)) == 20 + len("\n")
 
 
 @pytest.mark.parametrize(
-    "prompt, before",
+    ("prompt", "before"),
     [
-        ("<system>Reason.</><user>What?</><assistant>", "<system>"),
-        ("<system>Be kind.</><user>What?</><assistant>", "<system>Be kind.</><user>"),
-        ("What?", ""),
+        pytest.param(
+            "<system>Reason.</><user>What?</><assistant>",
+            "<system>",
+            id="system message of the data",
+        ),
+        pytest.param(
+            "<system>Be kind.</><user>What?</><assistant>",
+            "<system>Be kind.</><user>",
+            id="system message of the template",
+        ),
+        pytest.param("What?", "", id="no template"),
     ],
 )
 def test_nonsense_stands_before_the_first_message_of_the_data(prompt: str, before: str) -> None:
     assert prompt[: opening(prompt, Tokenizer())] == before
-    asked = second_rounds.create("lope", least=9, most=9).prompt(prompt, Tokenizer(), Random(0))
-    assert asked.startswith(before) and asked.endswith(prompt[len(before) :])
-    assert asked[len(before) :].split("\n")[0].split(" ")[0] in WORDS
+    with_nonsense = second_rounds.create("lope", least=9, most=9).prompt(prompt, Tokenizer(), Random(0))
+    assert with_nonsense.startswith(before)
+    assert with_nonsense.endswith(prompt[len(before) :])
+    nonsense, _, _ = with_nonsense[len(before) :].partition("\n")
+    assert nonsense.split(" ")[0] in WORDS
 
 
-def test_right_answers_take_places_and_a_wrong_one_stays() -> None:
-    assert LOPE.is_needed([0.0, -1.0]) and not LOPE.is_needed([0.0, 0.1])
+# --- what is kept, and the ratio -----------------------------------------------------------------------------------
+
+
+def test_a_second_round_is_needed_where_no_response_is_right() -> None:
+    assert LOPE.is_needed([0.0, -1.0])
+    assert not LOPE.is_needed([0.0, 0.1])
     assert second_rounds.create("lope", wrong=0.2).is_needed([0.1, 0.2])
+
+
+def test_right_responses_are_kept() -> None:
     assert LOPE.kept([0.0, 1.0, 0.0, 0.5], 4, Random(0)) == [1, 3]
     assert LOPE.kept([0.0, 0.0], 4, Random(0)) == []
+
+
+def test_a_wrong_response_of_the_first_round_stays() -> None:
+    """Three of a group of four, any three of five right ones."""
     assert len(LOPE.kept([1.0] * 4, 4, Random(0))) == 3
-    chosen = {tuple(LOPE.kept([1.0] * 5, 4, Random(seed))) for seed in range(60)}
-    assert all(len(set(each)) == 3 for each in chosen) and len(chosen) == 10
+    choices = {tuple(LOPE.kept([1.0] * 5, 4, Random(seed))) for seed in range(60)}
+    for choice in choices:
+        assert len(set(choice)) == 3
+    assert len(choices) == 10
 
 
-def test_ratio_by_hand() -> None:
-    """ρ = 2 → 2 / 2.1; ρ = 0.1 → 0.5; ρ = e⁻³⁰ → ρ / 0.1."""
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        # ρ / (ρ + 0.1): ρ = 2 → 2 / 2.1; ρ = 0.1 → 0.5; ρ = e⁻³⁰ → ρ / 0.1.
+        pytest.param(
+            {},
+            [math.log(2 / 2.1), math.log(0.5), -30.0 - math.log(0.1)],
+            id="shaped",
+        ),
+        pytest.param(
+            {"shaping": None},
+            [math.log(2), math.log(0.1), -30.0],
+            id="plain",
+        ),
+    ],
+)
+def test_ratio_by_hand(options: dict[str, None], expected: list[float]) -> None:
+    """ρ = 0.5 / 0.25, 0.05 / 0.5 and 1 / e³⁰."""
     log_probs = torch.tensor([0.5, 0.05, 1.0]).log()
-    given = torch.tensor([0.25, 0.5, 1.0]).log() + torch.tensor([0.0, 0.0, 30.0])
-    shaped = LOPE.log_ratio(log_probs, given)
-    expected = [math.log(2 / 2.1), math.log(0.5), -30.0 - math.log(0.1)]
-    assert shaped.tolist() == pytest.approx(expected, abs=2e-6)
-    plain = second_rounds.create("lope", shaping=None).log_ratio(log_probs, given)
-    assert plain.tolist() == pytest.approx([math.log(2), math.log(0.1), -30.0], abs=2e-6)
+    behavior_log_probs = torch.tensor([0.25, 0.5, 1.0]).log()
+    behavior_log_probs[2] = 30.0
+    log_ratio = second_rounds.create("lope", **options).log_ratio(log_probs, behavior_log_probs)
+    assert log_ratio.tolist() == pytest.approx(expected, abs=2e-6)
 
 
 # ---- the rollout ----------------------------------------------------------------------------------------------------
 
 
-def response(prompt: str, answer: str, reward: float, log_prob: float | None = None) -> dict[str, Any]:
-    """What OpenRLHF's executor returns for an answer, a token for each letter."""
-    tokens = [ord(letter) for letter in prompt + answer]
+def openrlhf_response(prompt: str, answer: str, reward: float, log_prob: float | None = None) -> dict[str, Any]:
+    """What OpenRLHF's executor returns for a response, a token for each letter."""
+    tokens = tokens_of(prompt + answer)
+    log_probs = None
+    if log_prob is not None:
+        log_probs = [0.0] * len(prompt) + [log_prob] * len(answer)
     return {
         "prompt": prompt,
         "mm_train_inputs": None,
         "observation_tokens": tokens,
         "action_ranges": [(len(prompt), len(tokens))],
-        "rollout_log_probs": None if log_prob is None else [0.0] * len(prompt) + [log_prob] * len(answer),
+        "rollout_log_probs": log_probs,
         "reward": torch.tensor([reward]),
     }
 
 
 class Engine:
-    """Answers wrongly to a prompt, and rightly to nonsense before it, ever longer."""
+    """Responds to every prompt with ever longer texts, of which the first is right for the requests numbered here."""
 
-    def __init__(self, *right: int) -> None:
-        self.asked: list[dict[str, Any]] = []
+    def __init__(self, *right_requests: int) -> None:
+        self.requests: list[dict[str, Any]] = []
         self.second_rounds_asked: Counter[str] = Counter()
-        self._right = right
+        self._right_requests = right_requests
 
-    async def generate_responses(self, **asked: Any) -> list[dict[str, Any]]:
-        number = len(self.asked)
-        self.asked.append(asked)
-        kept = None if asked["sampling_params"].logprobs is None else -0.25 * number
-        right = number in self._right
-        count = asked["num_samples"]
-        return [response(asked["prompt"], "a" * (number + 1), float(right and i == 0), kept) for i in range(count)]
+    async def generate_responses(self, **request: Any) -> list[dict[str, Any]]:
+        number = len(self.requests)
+        self.requests.append(request)
+        log_prob = None
+        if request["sampling_params"].logprobs is not None:
+            log_prob = -0.25 * number
+        rewards = [0.0] * request["num_samples"]
+        if number in self._right_requests:
+            rewards[0] = 1.0
+        text = "a" * (number + 1)
+        return [openrlhf_response(request["prompt"], text, reward, log_prob) for reward in rewards]
 
 
-def two_rounds(
+def in_two_rounds(
     engine: Any, monkeypatch: pytest.MonkeyPatch, *, method: Any = None, longest: int = 50, **options: Any
-) -> Any:
-    """Responses to a prompt; the run leaves 10 tokens for each."""
+) -> list[dict[str, Any]]:
+    """Three responses to a prompt; the run leaves 10 tokens for each. Options are LOPE's."""
     method = method or second_rounds.create("lope", **{"least": 30, "most": 40, **options})
     run_with(monkeypatch, second_round=method.spec())
-    asked = {"prompt": "What?", "label": "4", "num_samples": 3, "images": None, "max_length": longest}
-    arguments = {"round": 7, "training_step": 0, "answers": 3}
-    params = SimpleNamespace(logprobs=None, max_tokens=10, extra_args={"perturbation": arguments})
-    return asyncio.run(second_round.in_two_rounds(engine, **asked, sampling_params=params, hf_tokenizer=Tokenizer()))
+    of_perturbation = {"round": 7, "training_step": 0, "answers": 3}
+    responses = second_round.in_two_rounds(
+        engine,
+        prompt="What?",
+        label="4",
+        num_samples=3,
+        images=None,
+        max_length=longest,
+        sampling_params=SimpleNamespace(logprobs=None, max_tokens=10, extra_args={"perturbation": of_perturbation}),
+        hf_tokenizer=Tokenizer(),
+    )
+    return asyncio.run(responses)
 
 
-def test_right_answers_become_answers_to_the_prompt_of_the_data(monkeypatch: pytest.MonkeyPatch) -> None:
+def carried_by(group: list[dict[str, Any]]) -> list[TwoRounds]:
+    """What the samples of a group carry to the trainer."""
+    return sample_records.two_rounds([response["mm_train_inputs"] for response in group], len(group))
+
+
+def test_a_second_round_asks_with_nonsense_and_log_probabilities(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine(2, 3)
-    group = two_rounds(engine, monkeypatch, prompts=3, answers=2)
-    first, *others = engine.asked
-    assert (first["prompt"], first["sampling_params"].logprobs, first["max_length"]) == ("What?", None, 50)
-    assert len({each["prompt"] for each in others}) == 3
-    for each in others:
-        assert (each["sampling_params"].logprobs, each["num_samples"], each["label"]) == (1, 2, "4")
-        assert each["max_length"] - 50 == len(each["prompt"]) - len("What?"), "answers have the same room"
-    carried = sample_records.two_rounds([each["mm_train_inputs"] for each in group], 3)
-    assert [each.rewards.tolist() for each in carried] == [[0, 0, 0, 0, 0, 1, 0, 1, 0]] * 3
-    assert [each.place for each in carried] == [5, 7, 2]
-    for each, kept, length in zip(group, carried, (3, 4)):
-        assert each["observation_tokens"] == [ord(letter) for letter in "What?" + "a" * length]
-        assert each["prompt"] == "What?" and each["action_ranges"] == [(5, 5 + length)]
-        assert each["rollout_log_probs"] is None, "as in the other answers"
-        assert kept.log_probs.tolist() == [-0.25 * (length - 1)] * length
-    assert carried[2].log_probs is None and group[2]["observation_tokens"] == [ord(letter) for letter in "What?a"]
+    in_two_rounds(engine, monkeypatch, prompts=3, answers=2)
+    first, *of_second_round = engine.requests
+    assert first["prompt"] == "What?"
+    assert first["sampling_params"].logprobs is None
+    assert first["max_length"] == 50
+    assert len({request["prompt"] for request in of_second_round}) == 3
+    for request in of_second_round:
+        assert request["sampling_params"].logprobs == 1
+        assert request["num_samples"] == 2
+        assert request["label"] == "4"
+        nonsense_length = len(request["prompt"]) - len("What?")
+        assert request["max_length"] - 50 == nonsense_length, "responses have the same room"
 
 
-def test_a_second_round_of_wrong_answers_changes_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    group = two_rounds(Engine(), monkeypatch, prompts=2, answers=2)
-    assert [each["observation_tokens"][5:] for each in group] == [[ord("a")]] * 3
-    assert [each.place for each in sample_records.two_rounds([r["mm_train_inputs"] for r in group], 3)] == [0, 1, 2]
+def test_right_responses_become_responses_to_the_prompt_of_the_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests 2 and 3, of three and four letters, have a right response each: numbers 5 and 7 of 3 + 3 · 2."""
+    group = in_two_rounds(Engine(2, 3), monkeypatch, prompts=3, answers=2)
+    carried = carried_by(group)
+    for rounds in carried:
+        assert rounds.rewards.tolist() == [0, 0, 0, 0, 0, 1, 0, 1, 0]
+    assert [rounds.place for rounds in carried] == [5, 7, 2]
+
+    for response, rounds, length in zip(group, carried, (3, 4)):
+        assert response["observation_tokens"] == tokens_of("What?" + "a" * length)
+        assert response["prompt"] == "What?"
+        assert response["action_ranges"] == [(5, 5 + length)]
+        assert response["rollout_log_probs"] is None, "as in the other responses"
+        assert rounds.log_probs.tolist() == [-0.25 * (length - 1)] * length
+    assert group[2]["observation_tokens"] == tokens_of("What?a")
+    assert carried[2].log_probs is None
+
+
+def test_a_second_round_of_wrong_responses_changes_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = in_two_rounds(Engine(), monkeypatch, prompts=2, answers=2)
+    for response in group:
+        assert response["observation_tokens"] == tokens_of("What?a")
+    assert [rounds.place for rounds in carried_by(group)] == [0, 1, 2]
 
 
 def test_prompts_of_an_evaluation_have_one_round(monkeypatch: pytest.MonkeyPatch) -> None:
     run_with(monkeypatch, second_round=LOPE.spec())
 
-    class Plain:
+    class PlainSamplesGenerator:
         vllm_engines: list[Any]
 
         def generate_eval_samples(self) -> str:
@@ -183,75 +292,118 @@ def test_prompts_of_an_evaluation_have_one_round(monkeypatch: pytest.MonkeyPatch
             assert self.vllm_engines[0].name == "engine"
             return self.vllm_engines[0].generate_responses.remote(sampling_params=SimpleNamespace(extra_args=None))
 
-    generator = samples_generator.samples_generator(Plain)()
-    rounds = {name: SimpleNamespace(remote=lambda name=name, **_: name) for name in ("one", "two")}
-    engine = SimpleNamespace(generate_responses=rounds["one"], generate_in_two_rounds=rounds["two"], name="engine")
+    engine = SimpleNamespace(
+        name="engine",
+        generate_responses=SimpleNamespace(remote=lambda **_: "one round"),
+        generate_in_two_rounds=SimpleNamespace(remote=lambda **_: "two rounds"),
+    )
+    generator = samples_generator.samples_generator(PlainSamplesGenerator)()
     generator.vllm_engines = [engine]
-    assert generator.generate_eval_samples() == "one" and generator._dispatch_prompts_to_vllm([], []) == "two"
+    assert generator.generate_eval_samples() == "one round"
+    assert generator._dispatch_prompts_to_vllm([], []) == "two rounds"
     assert generator.vllm_engines == [engine]
 
 
 # ---- refinements of a draft ---------------------------------------------------------------------------------------
 
 SHOWN = "\n\nAn earlier attempt:\n\n{}\n\nThe attempt may be wrong. Solve the problem again, and better where you can."
+DRAFTS = [("three", 0.0), ("four", 1.0), ("five", 0.5)]
 
 
 @pytest.mark.parametrize(
-    "prompt, end",
+    ("prompt", "end"),
     [
-        ("<user>What?</><assistant>", "</><assistant>"),
-        ("<user>2 + 2?</><assistant>5</><user>What?</><assistant><think></think>", "</><assistant><think></think>"),
-        ("What?", ""),
+        pytest.param(
+            "<user>What?</><assistant>",
+            "</><assistant>",
+            id="one turn",
+        ),
+        pytest.param(
+            "<user>2 + 2?</><assistant>5</><user>What?</><assistant><think></think>",
+            "</><assistant><think></think>",
+            id="several turns",
+        ),
+        pytest.param("What?", "", id="no template"),
     ],
 )
 def test_the_best_draft_ends_the_last_message(prompt: str, end: str) -> None:
     assert prompt[closing(prompt, Tokenizer()) :] == end
-    drafts = [("three", 0.0), ("four", 1.0), ("five", 0.5)]
-    asked = IGRPO.prompt(prompt, Tokenizer(), Random(0), drafts)
-    assert asked == prompt.removesuffix(end) + SHOWN.format("four") + end
+    with_draft = IGRPO.prompt(prompt, Tokenizer(), Random(0), DRAFTS)
+    assert with_draft == prompt.removesuffix(end) + SHOWN.format("four") + end
+
+
+def test_a_prompt_without_a_chat_template_ends_the_last_message() -> None:
     assert closing("What?", SimpleNamespace(chat_template=None)) == len("What?")
-    equal = {IGRPO.prompt("", Tokenizer(), Random(seed), [*drafts, ("vier", 1.0)]) for seed in range(20)}
-    assert equal == {SHOWN.format("four"), SHOWN.format("vier")}
 
 
-class Drafting:
+def test_of_equally_good_drafts_any_may_be_shown() -> None:
+    drafts = [*DRAFTS, ("vier", 1.0)]
+    prompts = {IGRPO.prompt("", Tokenizer(), Random(seed), drafts) for seed in range(20)}
+    assert prompts == {SHOWN.format("four"), SHOWN.format("vier")}
+
+
+class DraftingEngine:
     """An engine with rewards 0.5, 1, 0 in the first round, 1, 0, 1 in the second."""
 
+    ANSWERS = (
+        [("two", 0.5), ("four", 1.0), ("six", 0.0)],
+        [("4", 1.0), ("5", 0), ("", 1)],
+    )
+
     def __init__(self) -> None:
-        self.asked: list[dict[str, Any]] = []
+        self.requests: list[dict[str, Any]] = []
         self.drafting: list[bool] = []
         self.second_rounds_asked = {"What?": 0}
 
-    async def generate_responses(self, **asked: Any) -> list[dict[str, Any]]:
-        self.asked.append(asked)
+    async def generate_responses(self, **request: Any) -> list[dict[str, Any]]:
+        answers = self.ANSWERS[len(self.requests)]
+        self.requests.append(request)
         self.drafting.append(second_round.drafting.get())
-        answers = {1: [("two", 0.5), ("four", 1.0), ("six", 0.0)], 2: [("4", 1.0), ("5", 0), ("", 1)]}
-        record = {"mm_train_inputs": {"record": bytes([len(self.asked)])}}
-        return [{**response(asked["prompt"], *answer), **record} for answer in answers[len(self.asked)]]
+        record = {"record": bytes([len(self.requests)])}
+        responses = []
+        for answer, reward in answers:
+            response = openrlhf_response(request["prompt"], answer, reward)
+            responses.append({**response, "mm_train_inputs": dict(record)})
+        return responses
+
+
+def test_refinements_are_asked_like_drafts_with_the_best_draft_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = DraftingEngine()
+    in_two_rounds(engine, monkeypatch, method=IGRPO, longest=200)
+    first, second = engine.requests
+    assert engine.drafting == [True, False]
+    with_draft = "What?" + SHOWN.format("four")
+    assert second == {**first, "prompt": with_draft, "sampling_params": second["sampling_params"]}
+    assert second["sampling_params"] == first["sampling_params"], "no log-probabilities beyond those of the run"
 
 
 def test_refinements_are_trained_with_their_own_prompt_and_records(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = Drafting()
-    group = two_rounds(engine, monkeypatch, method=IGRPO, longest=200)
-    first, second = engine.asked
-    assert engine.drafting == [True, False]
-    shown = "What?" + SHOWN.format("four")
-    assert second == {**first, "prompt": shown, "sampling_params": second["sampling_params"]}
-    assert second["sampling_params"] == first["sampling_params"], "no log-probabilities beyond those of the run"
-    assert [each["prompt"] for each in group] == [shown] * 3
-    texts = [Tokenizer().decode(each["observation_tokens"], True) for each in group]
-    assert texts == [f"{shown}4", f"{shown}5", shown]
-    assert [each["mm_train_inputs"]["record"] for each in group] == [b"\2"] * 3
-    carried = sample_records.two_rounds([each["mm_train_inputs"] for each in group], 3)
-    assert [each.rewards.tolist() for each in carried] == [[0.5, 1, 0, 1, 0, 1]] * 3
-    assert [each.place for each in carried] == [3, 4, 5] and all(each.log_probs is None for each in carried)
+    group = in_two_rounds(DraftingEngine(), monkeypatch, method=IGRPO, longest=200)
+    with_draft = "What?" + SHOWN.format("four")
+    assert [response["prompt"] for response in group] == [with_draft] * 3
+    texts = [Tokenizer().decode(response["observation_tokens"], True) for response in group]
+    assert texts == [f"{with_draft}4", f"{with_draft}5", with_draft]
+    for response in group:
+        assert response["mm_train_inputs"]["record"] == b"\2"
+
+    carried = carried_by(group)
+    assert [rounds.place for rounds in carried] == [3, 4, 5]
+    for rounds in carried:
+        assert rounds.rewards.tolist() == [0.5, 1, 0, 1, 0, 1]
+        assert rounds.log_probs is None
+
+
+NEEDED = len("What?" + SHOWN.format("four")) + 10
 
 
 def test_a_draft_without_room_leaves_the_first_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    needed = len("What?" + SHOWN.format("four")) + 10
-    engine = Drafting()
-    group = two_rounds(engine, monkeypatch, method=IGRPO, longest=needed - 1)
-    assert len(engine.asked) == 1 and [each["mm_train_inputs"] for each in group] == [{"record": b"\1"}] * 3
-    fitting = Drafting()
-    two_rounds(fitting, monkeypatch, method=IGRPO, longest=needed)
-    assert len(fitting.asked) == 2, "a draft that fills the room is shown"
+    engine = DraftingEngine()
+    group = in_two_rounds(engine, monkeypatch, method=IGRPO, longest=NEEDED - 1)
+    assert len(engine.requests) == 1
+    assert [response["mm_train_inputs"] for response in group] == [{"record": b"\1"}] * 3
+
+
+def test_a_draft_that_fills_the_room_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = DraftingEngine()
+    in_two_rounds(engine, monkeypatch, method=IGRPO, longest=NEEDED)
+    assert len(engine.requests) == 2

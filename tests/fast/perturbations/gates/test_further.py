@@ -3,13 +3,13 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from perturbations import create, create_gate, registry, streams
 from perturbations.gates import Gate
@@ -20,58 +20,127 @@ from perturbations.testing import PerturbationError, check_gate
 from tests.support.gate_steps import F, T, of_one, step_with
 
 
-def test_every_gate_conforms() -> None:
-    assert {"top_margin", "bursts", "confidence", "first", "swi"} <= set(registry.gates.available())
-    for name in registry.gates.available():
-        check_gate(name)
-    for margin in (0, 1):
-        check_gate("top_margin", margin=margin)
-    check_gate("bursts", length=1, share=1)
-    check_gate("first", length=3)
-    for window, most in ((0, None), (1, 1), (2, 2)):
-        check_gate("swi", window=window, max_switches=most)
+def test_the_gates_of_the_tree() -> None:
+    gates = {"top_margin", "bursts", "confidence", "first", "swi"}
+    assert gates <= set(registry.gates.available())
 
 
-def test_top_margin_by_hand() -> None:
+@pytest.mark.parametrize("name", registry.gates.available())
+def test_every_gate_conforms(name: str) -> None:
+    check_gate(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("top_margin", {"margin": 0}),
+        ("top_margin", {"margin": 1}),
+        ("bursts", {"length": 1, "share": 1}),
+        ("first", {"length": 3}),
+        ("swi", {"window": 0, "max_switches": None}),
+        ("swi", {"window": 1, "max_switches": 1}),
+        ("swi", {"window": 2, "max_switches": 2}),
+    ],
+)
+def test_gates_conform_with_options_at_their_bounds(name: str, options: dict) -> None:
+    check_gate(name, **options)
+
+
+@pytest.mark.parametrize(
+    ("margin", "opened"),
+    [
+        (0.0, [F, T, F, F]),
+        (0.21, [F, T, T, F]),
+        (0.26, [T, T, T, F]),
+        (1.0, [T, T, T, T]),
+    ],
+)
+def test_top_margin_by_hand(margin: float, opened: list[bool]) -> None:
     """Margins: (1/2, 1/4, 1/4) 0.25; four equal 0; (0.6, 0.4) 0.2; certain 1. A shift of the logits changes none."""
-    p = torch.tensor([[0.5, 0.25, 0.25, 0.0], [0.25] * 4, [0.6, 0.4, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0]])
-    step = step_with(p.log() + torch.tensor([[3.0], [-50.0], [0.0], [7.0]]))
-    for margin, want in [(0.0, [F, T, F, F]), (0.21, [F, T, T, F]), (0.26, [T, T, T, F]), (1.0, [T, T, T, T])]:
-        assert create_gate("top_margin", margin=margin).open(step).tolist() == want
+    probabilities = torch.tensor(
+        [
+            [0.5, 0.25, 0.25, 0.0],
+            [0.25, 0.25, 0.25, 0.25],
+            [0.6, 0.4, 0.0, 0.0],
+            [1.0, 0.0, 0.0, 0.0],
+        ]
+    )
+    shift = torch.tensor([[3.0], [-50.0], [0.0], [7.0]])
+    step = step_with(probabilities.log() + shift)
+    assert create_gate("top_margin", margin=margin).open(step).tolist() == opened
+
+
+# --- bursts ----------------------------------------------------------------------------------------------
+
+# The generated positions 0 to 3999 of a trajectory with a prompt of ten tokens.
+BURST_POSITIONS = np.arange(10, 4010)
 
 
 def test_bursts_open_whole_stretches() -> None:
     gate = create_gate("bursts", length=4, share=0.3)
-    every = of_one(7, 10, np.arange(10, 10 + 4000))
-    opened = gate.plan(every).reshape(-1, 4)
-    assert (opened.all(axis=1) | ~opened.any(axis=1)).all()
-    assert opened[:, 0].mean() == pytest.approx(0.3, abs=4 * math.sqrt(0.3 * 0.7 / 1000))
-    # A stretch's draw is the one of its first position; what was selected inside a stretch does not matter.
-    keys = streams.keys(torch.tensor(7), torch.arange(10, 4010, 4), streams.Stream.GATE_PLAN)
-    assert (opened[:, 0] == (streams.uniform(keys, 1)[:, 0] < 0.3).numpy()).all()
-    some = np.arange(11, 4010, 3)
-    assert (gate.plan(of_one(7, 10, some)) == gate.plan(every)[some - 10]).all()
+    stretches = gate.plan(of_one(7, 10, BURST_POSITIONS)).reshape(-1, 4)
+    all_open = stretches.all(axis=1)
+    all_closed = ~stretches.any(axis=1)
+    assert (all_open | all_closed).all()
+    standard_error = math.sqrt(0.3 * 0.7 / 1000)
+    assert all_open.mean() == pytest.approx(0.3, abs=4 * standard_error)
+
+
+def test_a_stretch_s_draw_is_the_one_of_its_first_position() -> None:
+    gate = create_gate("bursts", length=4, share=0.3)
+    stretches = gate.plan(of_one(7, 10, BURST_POSITIONS)).reshape(-1, 4)
+    first_positions = torch.arange(10, 4010, 4)
+    keys = streams.keys(torch.tensor(7), first_positions, streams.Stream.GATE_PLAN)
+    draws = streams.uniform(keys, 1)[:, 0]
+    assert (stretches[:, 0] == (draws < 0.3).numpy()).all()
+
+
+def test_what_was_selected_inside_a_stretch_does_not_matter() -> None:
+    gate = create_gate("bursts", length=4, share=0.3)
+    of_all = gate.plan(of_one(7, 10, BURST_POSITIONS))
+    every_third = np.arange(11, 4010, 3)
+    assert (gate.plan(of_one(7, 10, every_third)) == of_all[every_third - 10]).all()
+
+
+# --- the default gate and draws --------------------------------------------------------------------------
 
 
 def test_what_is_selected_is_the_default_gates_choice_where_the_further_gate_agrees() -> None:
-    shared, gate = create("soft", rate=0.5, every=2), create_gate("bursts", length=3, share=0.4)
-    both = dataclasses.replace(shared, gate=gate)
-    every = of_one(5, 8, np.arange(8, 300))
-    plain, gated = shared.selects(every), both.selects(every)
-    assert (plain == GateOptions(rate=0.5, every=2).selects(every)).all()
-    assert (gated == (plain & gate.plan(every))).all()
-    assert 10 < gated.sum() < plain.sum()
-    assert not create("soft", gate="bursts", **{"gate.share": 0}).selects(every).any()
+    gate = create_gate("bursts", length=3, share=0.4)
+    without_gate = create("soft", rate=0.5, every=2)
+    with_gate = dataclasses.replace(without_gate, gate=gate)
+    positions = of_one(5, 8, np.arange(8, 300))
+
+    by_default = without_gate.selects(positions)
+    assert (by_default == GateOptions(rate=0.5, every=2).selects(positions)).all()
+    by_both = with_gate.selects(positions)
+    assert (by_both == (by_default & gate.plan(positions))).all()
+    assert 10 < by_both.sum() < by_default.sum()
+
+
+def test_a_gate_that_plans_nothing_leaves_nothing_selected() -> None:
+    soft = create("soft", gate="bursts", **{"gate.share": 0})
+    assert not soft.selects(of_one(5, 8, np.arange(8, 300))).any()
 
 
 def test_draws_of_a_gate_are_its_own() -> None:
-    step = step_with(torch.zeros(3, 5))
-    plain = Step(*(getattr(step, f.name) for f in dataclasses.fields(Step)))
-    places = of_one(100, 0, np.array([10]))
-    drawn = [step.uniform(1)[0, 0].item(), plain.uniform(1)[0, 0].item(), places.uniform(1)[0, 0].item()]
+    """A gate's step, a perturbation's step, a gate's plan and the default gate draw four different numbers."""
+    gate_step = step_with(torch.zeros(3, 5))
+    fields_of_step = {field.name: getattr(gate_step, field.name) for field in dataclasses.fields(Step)}
+    step = Step(**fields_of_step)
+    positions = of_one(100, 0, np.array([10]))
     keys = streams.keys(torch.tensor(100), torch.tensor(10), streams.Stream.GATE)
-    assert len({*drawn, streams.uniform(keys, 1).item()}) == 4
-    assert GateStep.of(plain, step.generated).uniform(2).equal(step.uniform(2))
+    draws = {
+        gate_step.uniform(1)[0, 0].item(),
+        step.uniform(1)[0, 0].item(),
+        positions.uniform(1)[0, 0].item(),
+        streams.uniform(keys, 1).item(),
+    }
+    assert len(draws) == 4
+    assert GateStep.of(step, gate_step.generated).uniform(2).equal(gate_step.uniform(2))
+
+
+# --- a third party's gates, and how they go wrong --------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,13 +150,16 @@ class Good(Gate):
     name = "good"
     least: float = option(0.1, "a probability", low=0.0, high=1.0)
 
-    def plan(self, places: Positions) -> np.ndarray:
-        return places.uniform(1)[:, 0] < 0.5
+    def plan(self, positions: Positions) -> np.ndarray:
+        return positions.uniform(1)[:, 0] < 0.5
 
-    def open(self, step: GateStep) -> torch.Tensor:
-        p = torch.softmax(step.logits, -1).gather(-1, step.sampled.unsqueeze(-1)).squeeze(-1)
-        short = step.embeddings.lookup(step.sampled).norm(dim=-1) < 9.0 * step.temperature
-        return (p >= self.least) & short & (step.uniform(1)[:, 0] < 0.5)
+    def open(self, step: GateStep) -> Tensor:
+        probabilities = torch.softmax(step.logits, -1)
+        probability = probabilities.gather(-1, step.sampled.unsqueeze(-1)).squeeze(-1)
+        length = step.embeddings.lookup(step.sampled).norm(dim=-1)
+        is_short = length < 9.0 * step.temperature
+        is_drawn = step.uniform(1)[:, 0] < 0.5
+        return (probability >= self.least) & is_short & is_drawn
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,82 +171,163 @@ class Counting(Gate):
     def initial_state(self) -> Mapping[str, float]:
         return {"spent": 0}
 
-    def open(self, step: GateStep) -> torch.Tensor:
+    def open(self, step: GateStep) -> Tensor:
         return step.state["spent"] < 3
 
-    def advance(self, step: GateStep, fed: torch.Tensor) -> Mapping[str, torch.Tensor]:
+    def advance(self, step: GateStep, fed: Tensor) -> Mapping[str, Tensor]:
         return {"spent": step.state["spent"] + fed}
-
-
-def by_the_mean(self: Gate, step: GateStep) -> torch.Tensor:
-    return step.logits[:, 0] > step.logits[:, 0].mean()
-
-
-def waiting(self: Gate, step: GateStep) -> torch.Tensor:
-    return step.sampled > (3 if step.logits.isnan().any().item() else 4)
-
-
-# How such a gate goes wrong, and what its error says.
-OPEN = [
-    (lambda self, step: step.sampled, ["what open() returns is torch.int64", "torch.bool"]),
-    (lambda self, step: step.logits > 0, ["has shape (7, 64)", "(7,)"]),
-    (lambda self, step: torch.rand(len(step.sampled)) < 2, ["global random generator", "step.uniform"]),
-    (lambda self, step: step.logits.sub_(1.0)[:, 0] > 3, ["changes step.logits in place", "copy"]),
-    (by_the_mean, ["row", "another result", "that row alone"]),
-    (waiting, ["open() waits for the device", "item"]),
-]
-PLAN = [
-    (lambda self, places: [True] * len(places.positions), ["plan() returns list", "numpy array of bool"]),
-    (lambda self, places: np.arange(len(places.positions)) % 2 == 0, ["among all", "among others", "alone"]),
-    (
-        lambda self, places: np.random.rand(len(places.positions)) < 2,
-        ["plan() draws from a global", "positions.uniform"],
-    ),
-]
-START = [
-    (lambda self: [0.0], ["initial_state() returns [0.0]", "numbers by name"]),
-    (lambda self: {}, ["advance() and no state"]),
-]
-ADVANCE = [
-    (Gate.advance, ["never changes", "no advance()"]),
-    (lambda self, step, fed: {"spend": fed}, ["advance() returns ['spend']", "the names of initial_state"]),
-    (lambda self, step, fed: {"spent": step.logits}, ["'spent' of what advance() returns has shape (7, 64)"]),
-    (lambda self, step, fed: {"spent": step.state["spent"].add_(1)}, ["changes step.state['spent'] in place", "copy"]),
-    (
-        lambda self, step, fed: {"spent": step.state["spent"] + fed.float().mean()},
-        ["advance() gives another result", "spent is", "that row alone"],
-    ),
-]
-BROKEN = [
-    (Good, dict(plan=Gate.plan, open=Gate.open), ["neither plan() nor open()", "always open"]),
-    *((Good, dict(open=part), words) for part, words in OPEN),
-    *((Good, dict(plan=part), words) for part, words in PLAN),
-    *((Counting, dict(initial_state=part), words) for part, words in START),
-    *((Counting, dict(advance=part), words) for part, words in ADVANCE),
-    (Counting, dict(open=lambda self, step: step.state["spend"] < 3), ["open() raises KeyError"]),
-]
-
-
-@pytest.mark.parametrize(("of", "parts", "words"), BROKEN, ids=[words[0] for *_, words in BROKEN])
-def test_broken_gates_are_caught(
-    of: type[Gate], parts: dict[str, Any], words: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    named = {"__module__": __name__, "__qualname__": "Broken", "name": "broken"}
-    made = dataclass(frozen=True, kw_only=True)(type("Broken", (of,), {**parts, **named}))
-    monkeypatch.setitem(globals(), "Broken", made)
-    with pytest.raises(PerturbationError) as error:
-        check_gate(made)
-    for word in ["broken", *words]:
-        assert word in str(error.value)
 
 
 def test_a_third_partys_gate_conforms_as_instance_class_and_address() -> None:
     check_gate(Good(least=0.3))
     check_gate(Good, least=0.3)
     check_gate(f"{__name__}:Good", least=1)
+
+
+def test_what_is_no_gate_is_refused() -> None:
     with pytest.raises(PerturbationError, match=r"not a gate.*perturbations\.Gate"):
         check_gate(Step)
+
+
+def test_options_are_for_a_class() -> None:
     with pytest.raises(ValueError, match="least come too late"):
         check_gate(Good(), least=0.1)
     with pytest.raises(ValueError, match=r"no option 'lest'.*'least'"):
         check_gate(Good, lest=0.1)
+
+
+def check_broken(
+    gate: type[Gate], messages: list[str], monkeypatch: pytest.MonkeyPatch, **methods: Callable[..., object]
+) -> None:
+    """Asserts that ``check_gate`` refuses a gate with these methods in place of its own, and says all of this."""
+    attributes = {
+        "__module__": __name__,
+        "__qualname__": "Broken",
+        "name": "broken",
+        **methods,
+    }
+    broken = dataclass(frozen=True, kw_only=True)(type("Broken", (gate,), attributes))
+    monkeypatch.setitem(globals(), "Broken", broken)
+    with pytest.raises(PerturbationError) as error:
+        check_gate(broken)
+    for message in ["broken", *messages]:
+        assert message in str(error.value)
+
+
+def test_a_gate_without_plan_and_open_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    messages = ["neither plan() nor open()", "always open"]
+    check_broken(Good, messages, monkeypatch, plan=Gate.plan, open=Gate.open)
+
+
+def open_of_tokens(self: Gate, step: GateStep) -> Tensor:
+    return step.sampled
+
+
+def open_of_all_logits(self: Gate, step: GateStep) -> Tensor:
+    return step.logits > 0
+
+
+def open_by_a_global_draw(self: Gate, step: GateStep) -> Tensor:
+    return torch.rand(len(step.sampled)) < 2
+
+
+def open_in_place(self: Gate, step: GateStep) -> Tensor:
+    return step.logits.sub_(1.0)[:, 0] > 3
+
+
+def open_by_the_mean(self: Gate, step: GateStep) -> Tensor:
+    return step.logits[:, 0] > step.logits[:, 0].mean()
+
+
+def open_with_a_wait(self: Gate, step: GateStep) -> Tensor:
+    bound = 4
+    if step.logits.isnan().any().item():
+        bound = 3
+    return step.sampled > bound
+
+
+@pytest.mark.parametrize(
+    ("method", "messages"),
+    [
+        (open_of_tokens, ["what open() returns is torch.int64", "torch.bool"]),
+        (open_of_all_logits, ["has shape (7, 64)", "(7,)"]),
+        (open_by_a_global_draw, ["global random generator", "step.uniform"]),
+        (open_in_place, ["changes step.logits in place", "copy"]),
+        (open_by_the_mean, ["row", "another result", "that row alone"]),
+        (open_with_a_wait, ["open() waits for the device", "item"]),
+    ],
+)
+def test_a_broken_open_is_caught(method: Callable, messages: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    check_broken(Good, messages, monkeypatch, open=method)
+
+
+def plan_as_a_list(self: Gate, positions: Positions) -> list[bool]:
+    return [True] * len(positions.positions)
+
+
+def plan_by_place_in_the_batch(self: Gate, positions: Positions) -> np.ndarray:
+    return np.arange(len(positions.positions)) % 2 == 0
+
+
+def plan_by_a_global_draw(self: Gate, positions: Positions) -> np.ndarray:
+    return np.random.rand(len(positions.positions)) < 2
+
+
+@pytest.mark.parametrize(
+    ("method", "messages"),
+    [
+        (plan_as_a_list, ["plan() returns list", "numpy array of bool"]),
+        (plan_by_place_in_the_batch, ["among all", "among others", "alone"]),
+        (plan_by_a_global_draw, ["plan() draws from a global", "positions.uniform"]),
+    ],
+)
+def test_a_broken_plan_is_caught(method: Callable, messages: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    check_broken(Good, messages, monkeypatch, plan=method)
+
+
+@pytest.mark.parametrize(
+    ("state", "messages"),
+    [
+        pytest.param([0.0], ["initial_state() returns [0.0]", "numbers by name"], id="list"),
+        pytest.param({}, ["advance() and no state"], id="empty"),
+    ],
+)
+def test_a_broken_initial_state_is_caught(state: object, messages: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    check_broken(Counting, messages, monkeypatch, initial_state=lambda self: state)
+
+
+def test_an_open_that_reads_an_unknown_state_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    def open_of_misspelled(self: Gate, step: GateStep) -> Tensor:
+        return step.state["spend"] < 3
+
+    check_broken(Counting, ["open() raises KeyError"], monkeypatch, open=open_of_misspelled)
+
+
+def advance_misspelled(self: Gate, step: GateStep, fed: Tensor) -> Mapping[str, Tensor]:
+    return {"spend": fed}
+
+
+def advance_to_logits(self: Gate, step: GateStep, fed: Tensor) -> Mapping[str, Tensor]:
+    return {"spent": step.logits}
+
+
+def advance_in_place(self: Gate, step: GateStep, fed: Tensor) -> Mapping[str, Tensor]:
+    return {"spent": step.state["spent"].add_(1)}
+
+
+def advance_by_the_mean(self: Gate, step: GateStep, fed: Tensor) -> Mapping[str, Tensor]:
+    return {"spent": step.state["spent"] + fed.float().mean()}
+
+
+@pytest.mark.parametrize(
+    ("method", "messages"),
+    [
+        pytest.param(Gate.advance, ["never changes", "no advance()"], id="none"),
+        (advance_misspelled, ["advance() returns ['spend']", "the names of initial_state"]),
+        (advance_to_logits, ["'spent' of what advance() returns has shape (7, 64)"]),
+        (advance_in_place, ["changes step.state['spent'] in place", "copy"]),
+        (advance_by_the_mean, ["advance() gives another result", "spent is", "that row alone"]),
+    ],
+)
+def test_a_broken_advance_is_caught(method: Callable, messages: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    check_broken(Counting, messages, monkeypatch, advance=method)

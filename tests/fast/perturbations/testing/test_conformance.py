@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from perturbations import create, registry
 from perturbations.base import Perturbation, Proposal, Step
@@ -20,46 +21,57 @@ from perturbations.options import option
 from perturbations.testing import PerturbationError, check_perturbation
 from tests.support import shapes
 
+# --- perturbations of the tree, and installed ones --------------------------------------------------------
 
-def extremes(option: dataclasses.Field) -> list[Any]:
+
+def extremes(field: dataclasses.Field) -> list[Any]:
     """The other choices of an option, or its bounds; a k without an upper one is all tokens of the suite's model."""
-    low, high, above, choices = (option.metadata.get(limit) for limit in ("low", "high", "above", "choices"))
-    if isinstance(option.default, bool):
-        return [not option.default]
-    if option.name == "k":
-        return [low, high or 64]
-    least = low if above is None else above + 1e-3
-    return [limit for limit in choices or (least, high) if limit not in (None, option.default)]
+    limits = field.metadata
+    if isinstance(field.default, bool):
+        return [not field.default]
+    if field.name == "k":
+        return [limits.get("low"), limits.get("high") or 64]
+    if limits.get("choices"):
+        return [choice for choice in limits["choices"] if choice != field.default]
+    least = limits.get("low")
+    if limits.get("above") is not None:
+        least = limits["above"] + 1e-3
+    bounds = [least, limits.get("high")]
+    return [bound for bound in bounds if bound is not None and bound != field.default]
 
 
 def settings(name: str) -> Iterator[dict[str, Any]]:
     """A perturbation's defaults, each of its own options at its extremes, and each density at those of k."""
-    own = [each for each in dataclasses.fields(create(name)) if each.name not in Perturbation.option_names()]
-    values = {each.name: extremes(each) for each in own}
-    yield from ({}, {"entropy_min": 1, "every": 2})
-    yield from ({option: value} for option in values for value in values[option])
-    for density, k in itertools.product(values.get("density", []), values.get("k", [])):
+    extremes_of = {}
+    for field in dataclasses.fields(create(name)):
+        if field.name not in Perturbation.option_names():
+            extremes_of[field.name] = extremes(field)
+    yield {}
+    yield {"entropy_min": 1, "every": 2}
+    for option_name, values in extremes_of.items():
+        for value in values:
+            yield {option_name: value}
+    for density, k in itertools.product(extremes_of.get("density", []), extremes_of.get("k", [])):
         yield {"density": density, "k": k}
 
 
-def accepted(name: str, options: dict[str, Any]) -> bool:
-    try:
-        create(name, **options)
-    except UsageError:
-        return False
-    return True
+def accepted_settings() -> Iterator[tuple[str, dict[str, Any]]]:
+    """The settings of every perturbation that its options allow."""
+    for name in sorted(registry.available()):
+        for options in settings(name):
+            try:
+                create(name, **options)
+            except UsageError:
+                continue
+            yield name, options
 
 
-IN_TREE_AND_INSTALLED = sorted(registry.available())
-CASES = [(name, options) for name in IN_TREE_AND_INSTALLED for options in settings(name) if accepted(name, options)]
-
-
-@pytest.mark.parametrize(("name", "options"), CASES, ids=str)
+@pytest.mark.parametrize(("name", "options"), accepted_settings(), ids=str)
 def test_every_perturbation_conforms(name: str, options: dict[str, Any]) -> None:
     check_perturbation(name, **options)
 
 
-# --- a good perturbation of a third party, and broken ones that each spoil one thing ------------------
+# --- a good perturbation of a third party -----------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +87,8 @@ class Good(Perturbation):
         second = step.logits.topk(2, dim=-1).indices[:, 1]
         share = self.most * step.uniform(1).squeeze(-1)
         ids = torch.stack([step.sampled, second], dim=-1)
-        return Proposal(InputEdit(ids, torch.stack([1.0 - share, share], dim=-1)), step.sampled)
+        weights = torch.stack([1.0 - share, share], dim=-1)
+        return Proposal(InputEdit(ids, weights), step.sampled)
 
 
 def test_a_third_partys_perturbation_conforms_as_instance_class_and_address() -> None:
@@ -84,145 +97,304 @@ def test_a_third_partys_perturbation_conforms_as_instance_class_and_address() ->
     check_perturbation(f"{__name__}:Good", most=1.0)
 
 
-def proposing(change: Callable[[Step, torch.Tensor, torch.Tensor, torch.Tensor], object]) -> dict[str, Any]:
-    """A class's part: the good proposal, changed by ``change(step, ids, weights, tokens)``."""
-
-    def propose(self: Good, step: Step) -> object:
-        good = Good.propose(self, step)
-        return change(step, good.edit.ids, good.edit.weights, good.tokens)
-
-    return {"propose": propose}
+def test_options_belong_to_a_class_not_to_an_instance() -> None:
+    with pytest.raises(ValueError, match="most come too late"):
+        check_perturbation(Good(), most=0.1)
+    with pytest.raises(ValueError, match=r"no option 'mots'.*'most'"):
+        check_perturbation(Good, mots=0.1)
 
 
-def proposal(ids, weights, tokens, sigma=None) -> Proposal:
+def test_a_broken_contract_is_an_assertion_error() -> None:
+    assert issubclass(PerturbationError, AssertionError)
+
+
+def assert_refused(perturbation: type, messages: list[str]) -> None:
+    """Asserts that the suite refuses a class, and says all of this."""
+    with shapes.unchecked(), pytest.raises(PerturbationError) as error:
+        check_perturbation(perturbation)
+    for message in messages:
+        assert message in str(error.value)
+
+
+def test_a_class_inside_a_function_is_refused() -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Local(Good):
+        name = "local"
+
+    assert_refused(Local, ["inside a function", "<locals>", "top of a module"])
+
+
+def test_a_class_that_is_no_dataclass_is_refused() -> None:
+    class Plain(Good):
+        name = "plain"
+
+    assert_refused(Plain, ["Plain is not a dataclass", "@dataclass(frozen=True, kw_only=True)"])
+
+
+def test_a_class_that_is_no_perturbation_is_refused() -> None:
+    assert_refused(Step, ["Step", "derive it from perturbations.Perturbation"])
+
+
+# --- broken ones that each spoil one thing ----------------------------------------------------------------
+
+
+def check_broken(attributes: dict[str, Any], messages: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asserts that the suite refuses ``Good`` with these attributes in place of its own, and says all of this."""
+    of_class = {"__module__": __name__, "__qualname__": "Broken", "name": "broken"}
+    broken = type("Broken", (Good,), {**attributes, **of_class})
+    broken = dataclass(frozen=True, kw_only=True)(broken)
+    monkeypatch.setitem(globals(), "Broken", broken)  # findable, as a class at the top of a module is
+    np.random.rand()  # in the middle of numpy's block of 624 words a draw moves nothing but its position
+    assert_refused(broken, ["broken", *messages])
+
+
+def propose(ids: Any, weights: Any, tokens: Tensor, sigma: Tensor | None = None) -> Proposal:
     return Proposal(InputEdit(ids, weights, sigma), tokens)
 
 
-def in_place(step, i, w, t):
+# What a proposal is changed to: functions of the step and of the good proposal's ids, weights (B, 2) and tokens (B,).
+
+
+def as_a_tuple(step: Step, ids: Tensor, weights: Tensor, tokens: Tensor) -> object:
+    return ids, weights, tokens
+
+
+def with_fewer_ids(step: Step, ids: Tensor, weights: Tensor, tokens: Tensor) -> object:
+    return propose(ids[:, :1], weights, tokens)
+
+
+def with_int32_ids(step: Step, ids: Tensor, weights: Tensor, tokens: Tensor) -> object:
+    return propose(ids.int(), weights, tokens)
+
+
+def with_a_list_of_weights(step: Step, ids: Tensor, weights: Tensor, tokens: Tensor) -> object:
+    return propose(ids, weights.tolist(), tokens)
+
+
+def mixed_where_it_does_not_act(step: Step, ids: Tensor, weights: Tensor, tokens: Tensor) -> object:
+    return Proposal(InputEdit(ids, weights), tokens, acts=tokens < 0)
+
+
+def on_another_device(step: Step, ids: Tensor, weights: Tensor, tokens: Tensor) -> object:
+    return propose(ids.to("meta"), weights, tokens)
+
+
+def with_ids_beyond_the_vocabulary(step: Step, ids: Tensor, weights: Tensor, tokens: Tensor) -> object:
+    return propose(ids + 64, weights, tokens)
+
+
+def with_doubled_weights(step: Step, ids: Tensor, weights: Tensor, tokens: Tensor) -> object:
+    return propose(ids, 2 * weights, tokens)
+
+
+def with_weights_nearly_normalised(step: Step, ids: Tensor, weights: Tensor, tokens: Tensor) -> object:
+    return propose(ids, weights + weights.new_tensor([1e-4, 0.0]), tokens)
+
+
+def with_negative_weights(step: Step, ids: Tensor, weights: Tensor, tokens: Tensor) -> object:
+    return propose(ids, weights - weights.new_tensor([2.0, -2.0]), tokens)
+
+
+def nan_where_masked(step: Step, ids: Tensor, weights: Tensor, tokens: Tensor) -> object:
+    zero_or_nan = 0.0 * step.logits.clamp(max=1e30)[:, :2].exp().log()
+    return propose(ids, weights + zero_or_nan, tokens)
+
+
+def with_an_excluded_token(step: Step, ids: Tensor, weights: Tensor, tokens: Tensor) -> object:
+    return propose(ids, weights, torch.ones_like(tokens))
+
+
+def with_negative_sigma(step: Step, ids: Tensor, weights: Tensor, tokens: Tensor) -> object:
+    return propose(ids, weights, tokens, sigma=-torch.ones(len(tokens)))
+
+
+def by_torchs_global_draw(step: Step, ids: Tensor, weights: Tensor, tokens: Tensor) -> object:
+    return propose(ids, torch.rand(weights.shape).softmax(-1), tokens)
+
+
+def by_numpys_global_draw(step: Step, ids: Tensor, weights: Tensor, tokens: Tensor) -> object:
+    return propose(ids, weights * (np.random.rand() < 2), tokens)
+
+
+def by_pythons_global_draw(step: Step, ids: Tensor, weights: Tensor, tokens: Tensor) -> object:
+    return propose(ids, weights * (random.random() < 2), tokens)
+
+
+def in_place(step: Step, ids: Tensor, weights: Tensor, tokens: Tensor) -> object:
     step.logits.mul_(0.5)
-    return proposal(i, w, t)
-
-
-def breaks_down_when_peaked(step, i, w, t):
-    if step.logits.max() > 1e3:
-        raise RuntimeError("overflow")
-    return proposal(i, w, t)
-
-
-def by_row_number(step, i, w, t):
-    rows = torch.arange(len(t)).unsqueeze(-1)
-    return proposal(i, torch.where(rows % 2 == 0, w, w.flip(-1)), t)
-
-
-def nan_where_masked(step, i, w, t):
-    return proposal(i, w + 0.0 * step.logits.clamp(max=1e30)[:, :2].exp().log(), t)
+    return propose(ids, weights, tokens)
 
 
 CALLS = itertools.count()
-PROPOSALS = [
-    (lambda s, i, w, t: (i, w, t), ["returns tuple", "Return Proposal"]),
-    (lambda s, i, w, t: proposal(i[:, :1], w, t), ["edit.weights", "(7, 2)", "(7, 1)"]),
-    (lambda s, i, w, t: proposal(i.int(), w, t), ["edit.ids is torch.int32", "torch.int64"]),
-    (lambda s, i, w, t: proposal(i, w.tolist(), t), ["edit.weights is a list", "tensor"]),
-    (lambda s, i, w, t: Proposal(InputEdit(i, w), t, t < 0), ["acts is False", "Give the token weight 1"]),
-    (lambda s, i, w, t: proposal(i.to("meta"), w, t), ["edit.ids is on meta", "device, cpu"]),
-    (lambda s, i, w, t: proposal(i + 64, w, t), ["edit.ids holds", "[0, 63]"]),
-    (lambda s, i, w, t: proposal(i, 2 * w, t), ["sum to 2", "normalise"]),
-    (lambda s, i, w, t: proposal(i, w + w.new_tensor([1e-4, 0.0]), t), ["sum to 1.0001"]),
-    (lambda s, i, w, t: proposal(i, w - w.new_tensor([2.0, -2.0]), t), ["-", "must not be negative"]),
-    (nan_where_masked, ["logits with -inf", "edit.weights holds nan", "must be finite"]),
-    (lambda s, i, w, t: proposal(i, w, 0 * t + 1), ["logits with -inf", "tokens holds 1", "-inf", "possible token"]),
-    (lambda s, i, w, t: proposal(i, w, t, -torch.ones(len(t))), ["edit.sigma holds -1", "not negative"]),
-    (lambda s, i, w, t: proposal(i, torch.rand(w.shape).softmax(-1), t), ["global random generator", "step.uniform"]),
-    (lambda s, i, w, t: proposal(i, w * (np.random.rand() < 2), t), ["global random generator", "step.uniform"]),
-    (lambda s, i, w, t: proposal(i, w * (random.random() < 2), t), ["global random generator", "step.uniform"]),
-    (in_place, ["changes step.logits in place", "copy"]),
-    (lambda s, i, w, t: proposal(i, w.roll(next(CALLS) % 2, -1), t), ["two results for the same step"]),
-    (lambda s, i, w, t: proposal(i, 0 * w + w.mean(0), t), ["row 0 alone", "edit.weights is", "that row alone"]),
-    (by_row_number, ["in another batch order", "edit.weights is"]),
-    (lambda s, i, w, t: proposal(i, w * (2 if (w < 0).any() else 1), t), ["waits", "(item())", "`if` on a tensor"]),
-    (lambda s, i, w, t: proposal(i, w, t.cpu()), ["propose() waits for the device (cpu())", "every token"]),
-    (lambda s, i, w, t: proposal(i, w + torch.zeros(len(t), 1), t), ["with a tensor on the CPU", "device="]),
-    (lambda s, i, w, t: proposal(i, w.index_put((t < 0,), w[t < 0]), t), ["waits", "nonzero", "indexing with a mask"]),
-    (lambda s, i, w, t: proposal(i, w.index_put((t < 0,), w[:1]), t), ["waits", "index_put", "indexing with a mask"]),
-    (breaks_down_when_peaked, ["very peaked logits", "RuntimeError: overflow", "any logits"]),
-]
 
 
-def an_option(default: object) -> dict[str, Any]:
-    return {"strength": default, "__annotations__": {"strength": float}}
+def by_the_number_of_calls(step: Step, ids: Tensor, weights: Tensor, tokens: Tensor) -> object:
+    return propose(ids, weights.roll(next(CALLS) % 2, -1), tokens)
+
+
+def by_the_batch_s_mean(step: Step, ids: Tensor, weights: Tensor, tokens: Tensor) -> object:
+    return propose(ids, weights.mean(0).expand(len(tokens), -1) + 0 * weights, tokens)
+
+
+def by_the_row_s_number(step: Step, ids: Tensor, weights: Tensor, tokens: Tensor) -> object:
+    rows = torch.arange(len(tokens)).unsqueeze(-1)
+    return propose(ids, torch.where(rows % 2 == 0, weights, weights.flip(-1)), tokens)
+
+
+def with_an_if(step: Step, ids: Tensor, weights: Tensor, tokens: Tensor) -> object:
+    if (weights < 0).any():
+        return propose(ids, 2 * weights, tokens)
+    return propose(ids, weights, tokens)
+
+
+def with_a_copy_to_the_cpu(step: Step, ids: Tensor, weights: Tensor, tokens: Tensor) -> object:
+    return propose(ids, weights, tokens.cpu())
+
+
+def with_a_tensor_on_the_cpu(step: Step, ids: Tensor, weights: Tensor, tokens: Tensor) -> object:
+    return propose(ids, weights + torch.zeros(len(tokens), 1), tokens)
+
+
+def with_a_mask_read_and_written(step: Step, ids: Tensor, weights: Tensor, tokens: Tensor) -> object:
+    mask = tokens < 0
+    return propose(ids, weights.index_put((mask,), weights[mask]), tokens)
+
+
+def with_a_mask_written(step: Step, ids: Tensor, weights: Tensor, tokens: Tensor) -> object:
+    return propose(ids, weights.index_put((tokens < 0,), weights[:1]), tokens)
+
+
+def failing_when_peaked(step: Step, ids: Tensor, weights: Tensor, tokens: Tensor) -> object:
+    if step.logits.max() > 1e3:
+        raise RuntimeError("overflow")
+    return propose(ids, weights, tokens)
+
+
+@pytest.mark.parametrize(
+    ("change", "messages"),
+    [
+        (as_a_tuple, ["returns tuple", "Return Proposal"]),
+        (with_fewer_ids, ["edit.weights", "(7, 2)", "(7, 1)"]),
+        (with_int32_ids, ["edit.ids is torch.int32", "torch.int64"]),
+        (with_a_list_of_weights, ["edit.weights is a list", "tensor"]),
+        (mixed_where_it_does_not_act, ["acts is False", "Give the token weight 1"]),
+        (on_another_device, ["edit.ids is on meta", "device, cpu"]),
+        (with_ids_beyond_the_vocabulary, ["edit.ids holds", "[0, 63]"]),
+        (with_doubled_weights, ["sum to 2", "normalise"]),
+        (with_weights_nearly_normalised, ["sum to 1.0001"]),
+        (with_negative_weights, ["-", "must not be negative"]),
+        (nan_where_masked, ["logits with -inf", "edit.weights holds nan", "must be finite"]),
+        (with_an_excluded_token, ["logits with -inf", "tokens holds 1", "-inf", "possible token"]),
+        (with_negative_sigma, ["edit.sigma holds -1", "not negative"]),
+        (by_torchs_global_draw, ["global random generator", "step.uniform"]),
+        (by_numpys_global_draw, ["global random generator", "step.uniform"]),
+        (by_pythons_global_draw, ["global random generator", "step.uniform"]),
+        (in_place, ["changes step.logits in place", "copy"]),
+        (by_the_number_of_calls, ["two results for the same step"]),
+        (by_the_batch_s_mean, ["row 0 alone", "edit.weights is", "that row alone"]),
+        (by_the_row_s_number, ["in another batch order", "edit.weights is"]),
+        (with_an_if, ["waits", "(item())", "`if` on a tensor"]),
+        (with_a_copy_to_the_cpu, ["propose() waits for the device (cpu())", "every token"]),
+        (with_a_tensor_on_the_cpu, ["with a tensor on the CPU", "device="]),
+        (with_a_mask_read_and_written, ["waits", "nonzero", "indexing with a mask"]),
+        (with_a_mask_written, ["waits", "index_put", "indexing with a mask"]),
+        (failing_when_peaked, ["very peaked logits", "RuntimeError: overflow", "any logits"]),
+    ],
+)
+def test_a_broken_proposal_is_said(change: Callable, messages: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken_propose(self: Good, step: Step) -> object:
+        good = Good.propose(self, step)
+        return change(step, good.edit.ids, good.edit.weights, good.tokens)
+
+    check_broken({"propose": broken_propose}, messages, monkeypatch)
+
+
+# What a class's options and methods are changed to.
 
 
 def refuses_models(self: Good, vocabulary: int) -> None:
     raise ValueError("too small")
 
 
-def refuses(error: Exception) -> Callable[[Good], None]:
-    def init(self: Good) -> None:
-        if not 0.0 < self.most <= 1.0:
-            raise error
-        Good.__post_init__(self)
-
-    return init
+def accepts_anything(self: Good) -> None:
+    pass
 
 
-def drifting(self: Good) -> None:
+def refuses_without_the_value(self: Good) -> None:
+    if not 0.0 < self.most <= 1.0:
+        raise ValueError("no")
+    Good.__post_init__(self)
+
+
+def halves_an_option(self: Good) -> None:
     Good.__post_init__(self)
     object.__setattr__(self, "most", self.most / 2)
 
 
-OUT_OF_RANGE = an_option(option(2.0, "a number", low=0.0, high=1.0))
-RESERVED = {"config": option("", "a file"), "__annotations__": {"config": str}}
-DECLARATIONS = [
-    (dict(check_model=refuses_models), ["check_model refuses a vocabulary of 262,144", "too small"]),
-    (an_option(1.0), ["'strength'", "no help text", "option(default, help)"]),
-    (OUT_OF_RANGE, ["'strength'", "its own default 2.0", "in [0, 1]"]),
-    (RESERVED, ["'config'", "reserved", "rename"]),
-    (dict(__post_init__=lambda self: None), ["rate=-1.0", "is accepted", "super().__post_init__()"]),
-    (dict(__post_init__=refuses(ValueError("no"))), ["most=2.0", "without naming the value", "message"]),
-    (dict(__post_init__=drifting), ["create(**spec()) gives", "survive"]),
-    (dict(fingerprint=lambda self: f"{Good.fingerprint(self)}{id(self)}"), ["fingerprint() is not stable"]),
-    (dict(spec=lambda self: {**Good.spec(self), "most": torch.ones(1)}), ["spec() is not plain data", "scalars"]),
-]
-BROKEN = [(proposing(change), words) for change, words in PROPOSALS] + DECLARATIONS
+def fingerprint_of_the_object(self: Good) -> str:
+    return f"{Good.fingerprint(self)}{id(self)}"
 
 
-@pytest.mark.parametrize(("parts", "words"), BROKEN, ids=[" ".join(words) for _, words in BROKEN])
-def test_what_breaks_the_contract_is_said(
-    parts: dict[str, Any], words: list[str], monkeypatch: pytest.MonkeyPatch
+def spec_with_a_tensor(self: Good) -> dict[str, Any]:
+    return {**Good.spec(self), "most": torch.ones(1)}
+
+
+def with_option(name: str, type_: type, default: object) -> dict[str, Any]:
+    """The attributes of a class with one more option."""
+    return {name: default, "__annotations__": {name: type_}}
+
+
+@pytest.mark.parametrize(
+    ("attributes", "messages"),
+    [
+        pytest.param(
+            {"check_model": refuses_models},
+            ["check_model refuses a vocabulary of 262,144", "too small"],
+            id="refuses all models",
+        ),
+        pytest.param(
+            with_option("strength", float, 1.0),
+            ["'strength'", "no help text", "option(default, help)"],
+            id="option without help",
+        ),
+        pytest.param(
+            with_option("strength", float, option(2.0, "a number", low=0.0, high=1.0)),
+            ["'strength'", "its own default 2.0", "in [0, 1]"],
+            id="default out of range",
+        ),
+        pytest.param(
+            with_option("config", str, option("", "a file")),
+            ["'config'", "reserved", "rename"],
+            id="reserved name",
+        ),
+        pytest.param(
+            {"__post_init__": accepts_anything},
+            ["rate=-1.0", "is accepted", "super().__post_init__()"],
+            id="accepts anything",
+        ),
+        pytest.param(
+            {"__post_init__": refuses_without_the_value},
+            ["most=2.0", "without naming the value", "message"],
+            id="refuses without the value",
+        ),
+        pytest.param(
+            {"__post_init__": halves_an_option},
+            ["create(**spec()) gives", "survive"],
+            id="changes an option",
+        ),
+        pytest.param(
+            {"fingerprint": fingerprint_of_the_object},
+            ["fingerprint() is not stable"],
+            id="fingerprint of the object",
+        ),
+        pytest.param(
+            {"spec": spec_with_a_tensor},
+            ["spec() is not plain data", "scalars"],
+            id="tensor in the spec",
+        ),
+    ],
+)
+def test_a_broken_declaration_is_said(
+    attributes: dict[str, Any], messages: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = type("Broken", (Good,), {**parts, "__module__": __name__, "__qualname__": "Broken", "name": "broken"})
-    made = dataclass(frozen=True, kw_only=True)(made)
-    monkeypatch.setitem(globals(), "Broken", made)  # findable, as a class at the top of a module is
-    np.random.rand()  # in the middle of numpy's block of 624 words a draw moves nothing but its position
-    with shapes.unchecked(), pytest.raises(PerturbationError) as error:
-        check_perturbation(made)
-    for word in ["broken", *words]:
-        assert word in str(error.value)
-
-
-def test_classes_that_are_not_perturbations() -> None:
-    @dataclass(frozen=True, kw_only=True)
-    class Local(Good):
-        name = "local"
-
-    class Plain(Good):
-        name = "plain"
-
-    for cls, words in [
-        (Local, ["inside a function", "<locals>", "top of a module"]),
-        (Plain, ["Plain is not a dataclass", "@dataclass(frozen=True, kw_only=True)"]),
-        (Step, ["Step", "derive it from perturbations.Perturbation"]),
-    ]:
-        with pytest.raises(PerturbationError) as error:
-            check_perturbation(cls)
-        for word in words:
-            assert word in str(error.value)
-
-
-def test_options_belong_to_a_class_not_to_an_instance() -> None:
-    with pytest.raises(ValueError, match="most come too late"):
-        check_perturbation(Good(), most=0.1)
-    with pytest.raises(ValueError, match=r"no option 'mots'.*'most'"):
-        check_perturbation(Good, mots=0.1)
-    assert issubclass(PerturbationError, AssertionError)
+    check_broken(attributes, messages, monkeypatch)

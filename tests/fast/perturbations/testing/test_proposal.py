@@ -1,55 +1,95 @@
 # SPDX-License-Identifier: Apache-2.0
 """The conformance suite on perturbations whose density breaks a promise."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from perturbations import create
-from perturbations.base import Perturbation
+from perturbations.base import Perturbation, Proposal, Replayed, Step
 from perturbations.methods.soft_grpo import Gumbel, Normal
 from perturbations.testing import PerturbationError, check_perturbation
 
 
-def broken(of: type[Perturbation], **parts: Any) -> type[Perturbation]:
-    """A perturbation of SofT-GRPO with something replaced."""
-    namespace = {"name": "broken", "__module__": __name__, "__qualname__": "Broken", **parts}
-    made = dataclass(frozen=True, kw_only=True)(type("Broken", (of,), namespace))
+def broken(perturbation: type[Perturbation], **attributes: Any) -> type[Perturbation]:
+    """A subclass with these attributes in place of its own."""
+    namespace = {"name": "broken", "__module__": __name__, "__qualname__": "Broken", **attributes}
+    made = dataclass(frozen=True, kw_only=True)(type("Broken", (perturbation,), namespace))
     globals()["Broken"] = made  # the suite makes it again from its address
     return made
 
 
-density = Gumbel.log_density
-BROKEN = {
-    "one row for each position": lambda self, seen: density(self, seen)[:-1],
-    "torch.float64": lambda self, seen: density(self, seen).double(),
-    "must be finite": lambda self, seen: density(self, seen) - torch.inf,
-    "has no gradient": lambda self, seen: density(self, seen).detach(),
-    "another batch order": lambda self, seen: density(self, seen) - seen.logits[0, 0] * seen.edit.normalizer[0],
-    "AttributeError": lambda self, seen: seen.nothing,
-    "leaves the graph where there are no positions": (
-        lambda self, seen: density(self, seen) if len(seen.rows) else torch.zeros(0)
-    ),
-    "for no positions raises RuntimeError": lambda self, seen: density(self, seen) + 0.0 * seen.edit.normalizer.max(),
-}
+good_density = Gumbel.log_density
 
 
-@pytest.mark.parametrize("words", BROKEN)
-def test_broken_densities_are_caught(words: str) -> None:
-    with pytest.raises(PerturbationError, match=words):
-        check_perturbation(broken(Gumbel, log_density=BROKEN[words]), density="gumbel")
+def without_the_last_position(self: Gumbel, replayed: Replayed) -> Tensor:
+    return good_density(self, replayed)[:-1]
+
+
+def in_float64(self: Gumbel, replayed: Replayed) -> Tensor:
+    return good_density(self, replayed).double()
+
+
+def infinite(self: Gumbel, replayed: Replayed) -> Tensor:
+    return good_density(self, replayed) - torch.inf
+
+
+def detached(self: Gumbel, replayed: Replayed) -> Tensor:
+    return good_density(self, replayed).detach()
+
+
+def by_the_first_row(self: Gumbel, replayed: Replayed) -> Tensor:
+    return good_density(self, replayed) - replayed.logits[0, 0] * replayed.edit.normalizer[0]
+
+
+def of_an_unknown_field(self: Gumbel, replayed: Replayed) -> Tensor:
+    return replayed.nothing
+
+
+def constant_without_positions(self: Gumbel, replayed: Replayed) -> Tensor:
+    if len(replayed.rows) == 0:
+        return torch.zeros(0)
+    return good_density(self, replayed)
+
+
+def failing_without_positions(self: Gumbel, replayed: Replayed) -> Tensor:
+    return good_density(self, replayed) + 0.0 * replayed.edit.normalizer.max()
+
+
+@pytest.mark.parametrize(
+    ("log_density", "message"),
+    [
+        (without_the_last_position, "one row for each position"),
+        (in_float64, "torch.float64"),
+        (infinite, "must be finite"),
+        (detached, "has no gradient"),
+        (by_the_first_row, "another batch order"),
+        (of_an_unknown_field, "AttributeError"),
+        (constant_without_positions, "leaves the graph where there are no positions"),
+        (failing_without_positions, "for no positions raises RuntimeError"),
+    ],
+)
+def test_broken_densities_are_caught(log_density: Callable, message: str) -> None:
+    with pytest.raises(PerturbationError, match=message):
+        check_perturbation(broken(Gumbel, log_density=log_density), density="gumbel")
 
 
 def test_a_draw_without_what_its_density_needs_is_caught() -> None:
+    def propose_without_normalizer(self: Gumbel, step: Step) -> Proposal:
+        return create("gumbel").propose(step)
+
     with pytest.raises(PerturbationError, match=r"log_density\(\) raises ValueError"):
-        check_perturbation(broken(Gumbel, propose=lambda self, step: create("gumbel").propose(step)), density="gumbel")
+        check_perturbation(broken(Gumbel, propose=propose_without_normalizer), density="gumbel")
 
 
 def test_a_density_that_training_would_leave_out_is_caught() -> None:
+    neighbor = type(create("neighbor"))
     with pytest.raises(PerturbationError, match=r"log_density\(\) is never called"):
-        check_perturbation(broken(type(create("neighbor")), log_density=density))
+        check_perturbation(broken(neighbor, log_density=good_density))
 
 
 def test_negative_weights_need_a_declaration() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ngrpo.machine.console import show_progress
+from ngrpo.machine.progress import show_progress
 from ngrpo.trainers.common.mismatch import ReplayGap, check_gap, step_metrics
 from ngrpo.trainers.openrlhf.actor_trainer import MEAN_METRICS
 from ngrpo.trainers.openrlhf.trainer import add_measures
@@ -38,7 +38,7 @@ def test_measures_by_hand() -> None:
     assert found == pytest.approx(
         {
             "rate": 2 / 4,
-            "anchor_agreement": 1 / 2,
+            "sampled_token_kept": 1 / 2,
             "gap_perturbed_mean": (0.4 + 0.2) / 2,
             "gap_perturbed_max": 0.4,
             "gap_plain_mean": (0.1 + 0.0) / 2,
@@ -62,7 +62,7 @@ def test_tokens_that_are_not_trained_on_do_not_count() -> None:
     """Tokens 1 and 3 are not in the loss: nor are their positions in the rate, the agreement or the gaps."""
     one = kept([1, 2, 3], [True, False, True], [NAN, -1.0, -2.0, -3.0, -4.0])
     found = values(step_metrics([one], [np.array([NAN, NAN, -2.5, NAN, -4.1])]))
-    assert (found["rate"], found["anchor_agreement"]) == (1 / 2, 0.0) and "gap_plain_mean" not in found
+    assert (found["rate"], found["sampled_token_kept"]) == (1 / 2, 0.0) and "gap_plain_mean" not in found
     assert found["gap_perturbed_mean"] == pytest.approx((0.5 + 0.1) / 2, abs=1e-6)
 
 

@@ -21,96 +21,169 @@ def plan(*words: str) -> Plan:
     return read_plan([*words, *MODEL])[0]
 
 
-def has(given: Plan, number: int, line: str) -> bool:
-    """Whether a run of a plan has these flags."""
-    flags = run_config(given, given.runs()[number], Path("folder")).flags()
+def has_flags(comparison: Plan, number: int, line: str) -> bool:
+    """Whether run ``number`` of a plan has the flags of ``line``."""
+    flags = run_config(comparison, comparison.runs()[number], Path("folder")).flags()
     return all(str(flags.get(flag.name[2:])) == " ".join(flag.values) for flag in Flags(line.split()))
 
 
-def test_strategies_times_seeds_with_whole_seeds_first() -> None:
-    made = plan("--perturbations", "none,neighbor", "--seeds", "0,1")
-    assert [run.id for run in made.runs()] == ["none-seed0", "neighbor-seed0", "none-seed1", "neighbor-seed1"]
-    assert made.baseline == "none"
-    spelt = "--reproducible true --actor.model_name_or_path smollm2-135m --task arithmetic --train.seed 1"
-    assert has(made, 3, f"{spelt} --perturbation neighbor") and has(made, 2, f"{spelt} --perturbation none")
-    config = run_config(made, made.runs()[3], Path("folder"))
-    assert config.run_dir == "folder" and config.spec == create("neighbor").spec()
-    assert config == parse.run_config([*f"{spelt} --perturbation neighbor --run-dir folder".split()])
+def test_arms_times_seeds_with_all_arms_of_a_seed_first() -> None:
+    comparison = plan("--perturbations", "none,neighbor", "--seeds", "0,1")
+    assert [run.id for run in comparison.runs()] == [
+        "none-seed0",
+        "neighbor-seed0",
+        "none-seed1",
+        "neighbor-seed1",
+    ]
+    assert comparison.baseline == "none"
 
 
-METRICS = "--perturbations none,neighbor --sweep perturbation.metric=cosine,l2,l1"
-BASES = "--perturbations none,gumbel --sweep rollout.temperature=0.8,1.2 --base grpo,gspo"
+def test_a_run_is_the_training_of_its_flags() -> None:
+    comparison = plan("--perturbations", "none,neighbor", "--seeds", "0,1")
+    shared = "--reproducible true --actor.model_name_or_path smollm2-135m --task arithmetic --train.seed 1"
+    assert has_flags(comparison, 2, f"{shared} --perturbation none")
+    assert has_flags(comparison, 3, f"{shared} --perturbation neighbor")
+
+    config = run_config(comparison, comparison.runs()[3], Path("folder"))
+
+    assert config.run_dir == "folder"
+    assert config.spec == create("neighbor").spec()
+    training = f"{shared} --perturbation neighbor --run-dir folder"
+    assert config == parse.run_config(training.split())
+
+
 NOISE = "none policy_noise=psn policy_noise.sigma=0.004 credit=top_entropy"
 SHARED = "--perturbations none --rollout.temperature 0.7 --advantage ngrpo --reproducible --strategy"
-OWN = "none --rollout.temperature=1.2 advantage=psr"
 
 
 @pytest.mark.parametrize(
-    ("words", "count", "number", "name", "line"),
+    ("words", "arms", "number", "name", "flags"),
     [
-        (METRICS, 4, 2, "neighbor metric=l2", "--perturbation neighbor --perturbation.metric l2"),
-        (BASES, 8, 3, "none rollout.temperature=1.2 base=gspo", "--rollout.temperature 1.2 --preset gspo"),
-        (f"--strategy '{NOISE}'", 1, 0, NOISE, "--policy_noise psn --policy_noise.sigma 0.004 --credit top_entropy"),
-        # An arm's own flags replace the shared ones.
-        (f"{SHARED} none", 2, 0, "none", "--rollout.temperature 0.7 --advantage ngrpo --reproducible true"),
-        (
-            f"{SHARED} '{OWN}'",
+        pytest.param(
+            "--perturbations none,neighbor --sweep perturbation.metric=cosine,l2,l1",
+            4,
+            2,
+            "neighbor metric=l2",
+            "--perturbation neighbor --perturbation.metric l2",
+            id="a sweep of an option, which none does not have",
+        ),
+        pytest.param(
+            "--perturbations none,gumbel --sweep rollout.temperature=0.8,1.2 --base grpo,gspo",
+            8,
+            3,
+            "none rollout.temperature=1.2 base=gspo",
+            "--rollout.temperature 1.2 --preset gspo",
+            id="a sweep of a flag, times bases",
+        ),
+        pytest.param(
+            f"--strategy '{NOISE}'",
+            1,
+            0,
+            NOISE,
+            "--policy_noise psn --policy_noise.sigma 0.004 --credit top_entropy",
+            id="methods of an arm",
+        ),
+        pytest.param(
+            f"{SHARED} none",
+            2,
+            0,
+            "none",
+            "--rollout.temperature 0.7 --advantage ngrpo --reproducible true",
+            id="shared flags",
+        ),
+        pytest.param(
+            f"{SHARED} 'none --rollout.temperature=1.2 advantage=psr'",
             2,
             1,
-            OWN.replace("--", ""),
+            "none rollout.temperature=1.2 advantage=psr",
             "--rollout.temperature 1.2 --advantage psr --reproducible true",
+            id="an arm's own flags replace the shared ones",
         ),
     ],
 )
-def test_arms(words: str, count: int, number: int, name: str, line: str) -> None:
-    made = plan(*shlex.split(words))
-    assert len(made.arms) == count and made.arms[number].id == name
-    assert has(made, number, line)
+def test_arms(words: str, arms: int, number: int, name: str, flags: str) -> None:
+    comparison = plan(*shlex.split(words))
+    assert len(comparison.arms) == arms
+    assert comparison.arms[number].id == name
+    assert has_flags(comparison, number, flags)
 
 
 def test_later_words_win_over_those_of_a_script() -> None:
-    made = plan("--perturbations", "none,neighbor", "--seeds", "0,1", "--perturbations", "gumbel", "--seeds", "3")
-    assert [run.id for run in made.runs()] == ["gumbel-seed3"]
-    twice, stock = plan("--perturbations", "none,none"), plan("--perturbations", "none", "--stock")
+    script = ("--perturbations", "none,neighbor", "--seeds", "0,1")
+    comparison = plan(*script, "--perturbations", "gumbel", "--seeds", "3")
+    assert [run.id for run in comparison.runs()] == ["gumbel-seed3"]
+
+
+def test_two_runs_of_one_arm_have_ids_of_their_own() -> None:
+    twice = plan("--perturbations", "none,none")
     assert len({run.id for run in twice.runs()}) == 2
-    assert has(twice, 0, "--reproducible true") and not has(stock, 0, "--reproducible true")
+
+
+def test_runs_are_reproducible_unless_stock_is_asked_for() -> None:
+    assert has_flags(plan("--perturbations", "none"), 0, "--reproducible true")
+    assert not has_flags(plan("--perturbations", "none", "--stock"), 0, "--reproducible true")
+
+
+ABLATION = """
+strategies: [none, neighbor metric=l2]
+seeds: [0, 1]
+sweep:
+  rollout.temperature: [0.8, 1.2]
+eval: {n: 4, k: [1, 4]}
+flags: {model: smollm2-135m, task: arithmetic, algo.kl.use_loss: true}
+"""
 
 
 def test_file_and_command_line_mean_the_same(tmp_path: Path) -> None:
     file = tmp_path / "ablation.yaml"
-    file.write_text(
-        "strategies: [none, neighbor metric=l2]\nseeds: [0, 1]\nsweep:\n  rollout.temperature: [0.8, 1.2]\n"
-        "eval: {n: 4, k: [1, 4]}\nflags: {model: smollm2-135m, task: arithmetic, algo.kl.use_loss: true}\n"
-    )
-    from_file = read_plan(["--config", str(file)])[0]
-    given = ["--strategy", "none", "--strategy", "neighbor metric=l2", "--seeds", "0,1"]
-    given += ["--sweep", "rollout.temperature=0.8,1.2", "--eval.n", "4", "--eval.k", "1,4"]
-    assert from_file == read_plan([*given, *MODEL, "--algo.kl.use_loss"])[0]
-    assert read_plan(["--config", str(file), "--seeds", "7"])[0].seeds == (7,)
+    file.write_text(ABLATION)
+    from_file, _ = read_plan(["--config", str(file)])
+    words = ["--strategy", "none", "--strategy", "neighbor metric=l2", "--seeds", "0,1"]
+    words += ["--sweep", "rollout.temperature=0.8,1.2", "--eval.n", "4", "--eval.k", "1,4"]
+    from_command_line, _ = read_plan([*words, *MODEL, "--algo.kl.use_loss"])
+    assert from_file == from_command_line
+
+
+def test_the_command_line_wins_over_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "ablation.yaml"
+    file.write_text(ABLATION)
+    comparison, _ = read_plan(["--config", str(file), "--seeds", "7"])
+    assert comparison.seeds == (7,)
 
 
 def test_evaluation_and_diagnosis_follow_the_task() -> None:
-    made = plan("--perturbations", "none,neighbor", "--eval.k", "1,8", "--rollout.max_new_tokens", "12")
-    assert made.evaluation == ("--task", "arithmetic", "--n", "8", "--k", "1,8")
-    assert " ".join(made.diagnosis or ()).startswith("--task arithmetic --prompts 8 --max-tokens 12 ")
-    assert (made.diagnosis or ())[-4:] == ("--strategy", "none", "--strategy", "neighbor")
+    comparison = plan("--perturbations", "none,neighbor", "--eval.k", "1,8", "--rollout.max_new_tokens", "12")
+    assert comparison.evaluation == ("--task", "arithmetic", "--n", "8", "--k", "1,8")
+    assert comparison.diagnosis is not None
+    assert comparison.diagnosis[:6] == ("--task", "arithmetic", "--prompts", "8", "--max-tokens", "12")
+    assert comparison.diagnosis[-4:] == ("--strategy", "none", "--strategy", "neighbor")
+
+
+def test_evaluation_and_diagnosis_can_be_left_out() -> None:
     bare = plan("--perturbations", "none", "--eval.data", "none", "--diagnose.prompts", "0")
-    assert bare.evaluation is None and bare.diagnosis is None
+    assert bare.evaluation is None
+    assert bare.diagnosis is None
 
 
 def test_evaluation_while_training_is_like_the_one_after() -> None:
     """OpenRLHF's own defaults are four samples at temperature 0.6, and a checkpoint of each best evaluation."""
     words = ("--perturbations", "none", "--eval.n", "4", "--eval.temperature", "1")
-    assert plan(*words).shared == tuple(MODEL)
     added = ("--eval.n_samples_per_prompt", "4", "--eval.temperature", "1", "--ckpt.best_metric_key", "none")
+    assert plan(*words).shared == tuple(MODEL), "without an evaluation while training nothing is added"
     assert plan(*words, "--eval.steps", "5").shared == (*added, "--eval.steps", "5", *MODEL)
+
+
+def test_a_flag_of_the_evaluation_while_training_is_kept() -> None:
+    words = ("--perturbations", "none", "--eval.n", "4", "--eval.temperature", "1")
     fewer = plan(*words, "--eval.steps", "5", "--eval.n_samples_per_prompt", "2").shared
     assert fewer[:4] == ("--eval.temperature", "1", "--ckpt.best_metric_key", "none")
 
 
 def test_evaluation_is_unperturbed_unless_the_perturbation_is_part_of_the_policy() -> None:
-    made = plan("--perturbations", "neighbor,hrpo:k=4")
-    neighbor, hrpo = (" ".join(eval_argv(made, "model", Path("out"), arm)) for arm in made.arms)
+    comparison = plan("--perturbations", "neighbor,hrpo:k=4")
+    neighbor_arm, hrpo_arm = comparison.arms
+    neighbor = " ".join(eval_argv(comparison, "model", Path("out"), neighbor_arm))
+    hrpo = " ".join(eval_argv(comparison, "model", Path("out"), hrpo_arm))
     assert "--perturbation" not in neighbor
     assert "--perturbation hrpo --perturbation.k 4" in hrpo
 
@@ -130,28 +203,36 @@ class Reading(Gaussian):
 def test_a_run_is_another_when_a_file_of_it_changes(tmp_path: Path) -> None:
     """The reward function, each of several datasets, problems, a perturbation's source and a file that it names, the
     model's weights; and any flag."""
-    own = tmp_path / "reading.py"
-    own.write_text(READING)
+    perturbation = tmp_path / "reading.py"
+    perturbation.write_text(READING)
     (tmp_path / "model").mkdir()
-    names = ("r.py", "a", "b", "held.jsonl", "d.pt", "model/model.safetensors")
-    files = reward, first, second, held, directions, _ = [tmp_path / name for name in names]
+    reward = tmp_path / "r.py"
+    first_dataset = tmp_path / "a"
+    second_dataset = tmp_path / "b"
+    held_out = tmp_path / "held.jsonl"
+    directions = tmp_path / "d.pt"
+    weights = tmp_path / "model" / "model.safetensors"
+    files = (reward, first_dataset, second_dataset, held_out, directions, weights)
     for file in files:
         file.write_text("1")
+    words = ["--strategy", f"{perturbation}:Reading directions={directions}"]
+    words += ["--model", str(tmp_path / "model"), f"--reward.remote_url={reward}", "--eval.data", str(held_out)]
+    words += ["--data.prompt_dataset", f"{first_dataset},{second_dataset}"]
 
-    def seen(*more: str) -> str:
-        words = ["--model", str(tmp_path / "model"), f"--reward.remote_url={reward}", "--eval.data", str(held), *more]
-        words += ["--data.prompt_dataset", f"{first},{second}"]
-        made = read_plan(["--strategy", f"{own}:Reading directions={directions}", *words])[0]
-        return identity(made, made.runs()[0])
+    def run_identity(*more: str) -> str:
+        comparison, _ = read_plan([*words, *more])
+        return identity(comparison, comparison.runs()[0])
 
-    known = {seen()}
-    assert seen() in known and seen("--actor.adam.lr", "1e-5") not in known
+    seen = {run_identity()}
+    assert run_identity() in seen
+    assert run_identity("--actor.adam.lr", "1e-5") not in seen
     for file in files:
         file.write_text("2")
-        assert seen() not in known, file
-        known.add(seen())
-    own.write_text(READING.replace("none", "another"))
-    assert seen() not in known
+        changed = run_identity()
+        assert changed not in seen, file
+        seen.add(changed)
+    perturbation.write_text(READING.replace("none", "another"))
+    assert run_identity() not in seen
 
 
 @pytest.mark.parametrize(
@@ -163,15 +244,15 @@ def test_a_run_is_another_when_a_file_of_it_changes(tmp_path: Path) -> None:
     ],
 )
 def test_the_identity_of_a_usual_run_stays(words: str, pinned: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Finished runs of a study are kept by it. A new option of a perturbation or a default changes it, and only then
-    are these numbers to be written anew."""
+    """Finished runs of a study are kept by their identity. A new option of a perturbation or a changed default changes
+    it, and only then are these numbers to be written anew."""
     monkeypatch.setattr("ngrpo.workbench.compare.runs.versions", lambda runner: {"ngrpo": "0.1.0"})
-    made = plan(*shlex.split(words))
-    assert identity(made, made.runs()[0]) == pinned
+    comparison = plan(*shlex.split(words))
+    assert identity(comparison, comparison.runs()[0]) == pinned
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("words", "message"),
     [
         (["--perturbations", "none,neighbour"], "Did you mean 'neighbor'"),
         (["--perturbations", "none", "--seeds", "0,0"], "given twice"),
@@ -186,12 +267,12 @@ def test_the_identity_of_a_usual_run_stays(words: str, pinned: str, monkeypatch:
         (["--perturbations", "none", "--threshold", "0.8", "--eval.data", "none"], "0.8 counts evaluated runs"),
     ],
 )
-def test_bad_input_is_one_clear_error(given: list[str], message: str) -> None:
+def test_bad_words_are_one_clear_error(words: list[str], message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        plan(*given)
+        plan(*words)
 
 
-def test_bad_file(tmp_path: Path) -> None:
+def test_an_unknown_key_of_a_file_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "bad.yaml"
     file.write_text("perturbation: none")
     with pytest.raises(UsageError, match="Did you mean 'perturbations'"):
@@ -202,7 +283,7 @@ _TWO = "perturbations: none,neighbor\n"
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         (f"{_TWO}sweep:\n  perturbation.until: no\n", r'perturbation\.until takes a text .*until: "no"'),
         (f"{_TWO}sweep:\n  perturbation.until: [stop, no]\n", "until takes a text or a number"),
@@ -219,26 +300,36 @@ _TWO = "perturbations: none,neighbor\n"
         ("perturbations: [neighbor, off]\n", "perturbations has False, and takes texts"),
     ],
 )
-def test_texts_that_yaml_reads_otherwise(tmp_path: Path, text: str, said: str) -> None:
+def test_texts_that_yaml_reads_otherwise_are_refused(tmp_path: Path, text: str, message: str) -> None:
     file = tmp_path / "plan.yaml"
     file.write_text(text)
-    with pytest.raises(UsageError, match=rf"--config \S+plan\.yaml: .*{said}"):
+    with pytest.raises(UsageError, match=rf"--config \S+plan\.yaml: .*{message}"):
         read_plan(["--config", str(file), *MODEL])
 
 
-def test_quoted_texts_and_switches_of_a_file_are_taken(tmp_path: Path) -> None:
+def plan_of_file(tmp_path: Path, text: str, *words: str) -> Plan:
+    """The plan of a file with ``text``, and of ``words`` after it."""
     file = tmp_path / "plan.yaml"
-    quoted = (
-        f'{_TWO}sweep:\n  perturbation.until: ["no", "####"]\nflags: {{algo.kl.use_loss: yes, reproducible: off}}\n'
-    )
-    file.write_text(quoted)
-    made = read_plan(["--config", str(file), *MODEL])[0]
-    assert [arm.options["until"] for arm in made.arms] == ["no", "####"] * 2
-    file.write_text("perturbations: neighbor\nsweep:\n  perturbation.skip_special: [yes, no]\n")
-    made = read_plan(["--config", str(file), *MODEL])[0]
-    assert [arm.options["skip_special"] for arm in made.arms] == ["true", "false"]
-    file.write_text(f"{_TWO}flags:\n  hardware: off\n")
-    assert "cpu" in read_plan(["--config", str(file), "--hardware", "cpu", *MODEL])[0].shared
+    file.write_text(text)
+    comparison, _ = read_plan(["--config", str(file), *words, *MODEL])
+    return comparison
+
+
+def test_quoted_texts_and_switches_of_a_file_are_read(tmp_path: Path) -> None:
+    text = f'{_TWO}sweep:\n  perturbation.until: ["no", "####"]\nflags: {{algo.kl.use_loss: yes, reproducible: off}}\n'
+    comparison = plan_of_file(tmp_path, text)
+    assert [arm.options["until"] for arm in comparison.arms] == ["no", "####"] * 2
+
+
+def test_switches_of_a_swept_option_are_read(tmp_path: Path) -> None:
+    text = "perturbations: neighbor\nsweep:\n  perturbation.skip_special: [yes, no]\n"
+    comparison = plan_of_file(tmp_path, text)
+    assert [arm.options["skip_special"] for arm in comparison.arms] == ["true", "false"]
+
+
+def test_a_bad_value_of_a_file_that_the_command_line_replaces_is_not_read(tmp_path: Path) -> None:
+    text = f"{_TWO}flags:\n  hardware: off\n"
+    assert "cpu" in plan_of_file(tmp_path, text, "--hardware", "cpu").shared
 
 
 def test_bad_problems_are_found_before_anything_is_trained(tmp_path: Path) -> None:
@@ -251,7 +342,7 @@ def test_bad_problems_are_found_before_anything_is_trained(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("words", "message"),
     [
         (["--eval.n", "0"], "evaluation: n=0: must be at least 1"),
         (["--diagnose.group", "1"], "diagnosis: sampling option group=1"),
@@ -259,33 +350,48 @@ def test_bad_problems_are_found_before_anything_is_trained(tmp_path: Path) -> No
         (["--sweep", "rollout.top_p=0.5,abc"], "rollout.top_p=abc': --rollout.top_p abc: must be a number"),
     ],
 )
-def test_what_a_later_command_would_refuse_is_refused_at_once(given: list[str], message: str) -> None:
-    shared = [*MODEL, "--hardware", "cpu", "--algo.advantage.estimator", "reinforce"]
+def test_what_a_later_command_would_refuse_is_refused_at_once(words: list[str], message: str) -> None:
+    shared = ["--perturbations", "none", *MODEL, "--hardware", "cpu", "--algo.advantage.estimator", "reinforce"]
     with pytest.raises(UsageError, match=message):
-        command.check(read_plan(["--perturbations", "none", *shared, *given])[0], Path("out"), print)
-    command.check(read_plan(["--perturbations", "none", *shared])[0], Path("out"), print)
+        command.check(read_plan([*shared, *words])[0], Path("out"), print)
+    command.check(read_plan(shared)[0], Path("out"), print)
 
 
-def test_a_folder_s_name_is_short_and_not_hidden() -> None:
+def test_a_folder_s_name_is_short() -> None:
     """File systems take 255 bytes; two labels of the same beginning stay apart."""
     names = {folder_name("x" * length) for length in (80, 300, 301)}
-    assert len(names) == 3 and max(map(len, names)) == 87
-    for label in ("./a/boom.py:Boom", "../boom.py:Boom", ".hidden/boom.py:Boom rate=0.1"):
-        assert folder_name(label)[0].isalpha() and "boom.py-Boom" in folder_name(label)
+    assert len(names) == 3
+    assert max(map(len, names)) == 87
 
 
-def test_a_strategy_given_twice_is_told() -> None:
+@pytest.mark.parametrize("label", ["./a/boom.py:Boom", "../boom.py:Boom", ".hidden/boom.py:Boom rate=0.1"])
+def test_a_folder_s_name_is_not_hidden(label: str) -> None:
+    name = folder_name(label)
+    assert name[0].isalpha()
+    assert "boom.py-Boom" in name
+
+
+def test_arms_that_are_the_same_are_noted() -> None:
     arms = plan("--perturbations", "none,neighbor,neighbor:rate=0.1,neighbor:rate=0.2,gumbel:rate=0").arms
-    told = {arm.id: note for arm in arms for note in arm.notes}
-    assert told["neighbor rate=0.1"].startswith("the same strategy as 'neighbor'")
-    assert told["gumbel rate=0"].startswith("the same strategy as 'none'") and len(told) == 2
+    notes = {arm.id: arm.notes for arm in arms if arm.notes}
+    assert notes.keys() == {"neighbor rate=0.1", "gumbel rate=0"}
+    (of_the_default_rate,) = notes["neighbor rate=0.1"]
+    assert of_the_default_rate.startswith("the same strategy as 'neighbor'")
+    (of_no_rate,) = notes["gumbel rate=0"]
+    assert of_no_rate.startswith("the same strategy as 'none'")
 
 
 @pytest.mark.parametrize(
-    ("more", "said"), [("", False), ("--eval.temperature 0", True), ("--eval.temperature 0 --eval.n 1", False)]
+    ("words", "warned"),
+    [
+        pytest.param("", False, id="at the usual temperature"),
+        pytest.param("--eval.temperature 0", True, id="greedy"),
+        pytest.param("--eval.temperature 0 --eval.n 1", False, id="greedy, one sample"),
+    ],
 )
-def test_greedy_samples_are_one(more: str, said: bool, tmp_path: Path) -> None:
-    told: list[str] = []
-    words = "--perturbations none --diagnose.prompts 0 --hardware cpu"
-    command.check(plan(*words.split(), *more.split()), tmp_path, told.append)
-    assert any("at temperature 0 the 8 samples of a problem are one response" in line for line in told) == said
+def test_several_greedy_samples_are_warned_of(words: str, warned: bool, tmp_path: Path) -> None:
+    messages: list[str] = []
+    shared = "--perturbations none --diagnose.prompts 0 --hardware cpu"
+    command.check(plan(*shared.split(), *words.split()), tmp_path, messages.append)
+    warning = "at temperature 0 the 8 samples of a problem are one response"
+    assert any(warning in message for message in messages) == warned

@@ -7,11 +7,13 @@ from ngrpo.workbench.compare.runs import identity
 from tests.support.compare_example import plan
 
 
-def test_a_comparison_has_no_runs_on_either_side_of_a_choice(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = plan("--perturbations", "none,neighbor")
+def test_each_choice_of_the_runner_is_another_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan_of_two = plan("--perturbations", "none,neighbor")
+    first_run = plan_of_two.runs()[0]
     monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
-    seen = {identity(made, made.runs()[0])}
-    for chosen in ("0", "1"):
-        monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", chosen)
-        seen.add(identity(made, made.runs()[0]))
-    assert len(seen) == 3
+    unset = identity(plan_of_two, first_run)
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    first_runner = identity(plan_of_two, first_run)
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    second_runner = identity(plan_of_two, first_run)
+    assert len({unset, first_runner, second_runner}) == 3

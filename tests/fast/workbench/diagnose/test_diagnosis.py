@@ -28,10 +28,10 @@ SAMPLING = GroupSampling(group=2, max_tokens=4)
 
 
 class MadeUp:
-    """Stands for a vllm.LLM: member 0 of each group is right."""
+    """Stands for a vllm.LLM: member 0 of each group is right. ``sampled_arms`` are those that it has sampled."""
 
     def __init__(self) -> None:
-        self.asked: list[str] = []
+        self.sampled_arms: list[str] = []
 
     def get_tokenizer(self) -> MadeUp:
         return self
@@ -39,15 +39,27 @@ class MadeUp:
     def decode(self, tokens: list[int]) -> str:
         return "".join(f"{token} " for token in tokens)
 
-    def sample(
-        self, llm: Any, strategy: Any, problems: Any, sampling: GroupSampling, *_: Any
-    ) -> tuple[list[Sample], Any]:
-        self.asked.append(strategy.id)
-        samples = [
-            Sample(strategy.id, p.id, i, j, "text", [1, 2 + j], True, 1.0 - j, j == 0, str(j), True, 2.0, None)
-            for i, p in enumerate(problems)
-            for j in range(sampling.group)
-        ]
+    def sample(self, llm: Any, arm: Any, problems: Any, sampling: GroupSampling, *_: Any) -> tuple[list[Sample], Any]:
+        self.sampled_arms.append(arm.id)
+        samples = []
+        for group, problem in enumerate(problems):
+            for member in range(sampling.group):
+                sample = Sample(
+                    strategy=arm.id,
+                    problem=problem.id,
+                    group=group,
+                    member=member,
+                    text="text",
+                    tokens=[1, 2 + member],
+                    ended=True,
+                    reward=1.0 - member,
+                    correct=member == 0,
+                    extracted=str(member),
+                    parsed=True,
+                    nll=2.0,
+                    record=None,
+                )
+                samples.append(sample)
         return samples, {"tokens_per_second": 5.0, "anchor_nearest": None, "text_nearest": None}
 
 
@@ -64,34 +76,59 @@ def run(llm: MadeUp, out: Path, names: str = "none,neighbor", **changes: Any) ->
 
 
 def test_what_is_written(llm: MadeUp, tmp_path: Path) -> None:
-    result = run(llm, tmp_path / "out")
-    assert read_json(tmp_path / "out" / "diagnosis.json") == result
-    assert "neighbor" in (tmp_path / "out" / "diagnosis.html").read_text()
-    assert [row["name"] for row in result["strategies"]] == ["none", "neighbor"] and result["baseline"] == "none"
-    assert [row["pass_at_k"] for row in result["strategies"]] == [{"1": 0.5, "2": 1.0}] * 2
-    assert (result["group"], result["prompts"], result["dataset"]) == (2, 2, "sums")
+    out = tmp_path / "out"
+
+    result = run(llm, out)
+
+    assert read_json(out / "diagnosis.json") == result
+    assert "neighbor" in (out / "diagnosis.html").read_text()
+    assert len((out / "samples.jsonl").read_text().splitlines()) == 8
+    assert [row["name"] for row in result["strategies"]] == ["none", "neighbor"]
+    assert result["baseline"] == "none"
+    # One of two right in each group.
+    for row in result["strategies"]:
+        assert row["pass_at_k"] == {"1": 0.5, "2": 1.0}
+    assert result["group"] == 2
+    assert result["prompts"] == 2
+    assert result["dataset"] == "sums"
     assert result["sampling"] == {"temperature": 1.0, "top_p": 1.0, "max_tokens": 4, "seed": 0, "dtype": "float32"}
-    assert len((tmp_path / "out" / "samples.jsonl").read_text().splitlines()) == 8
 
 
 def test_the_baseline_has_no_schedule(llm: MadeUp, tmp_path: Path) -> None:
-    strategies = parse_arms(None, (), ["none sampling.schedule=ead", "none"], rollouts=True)
-    policies = [policy_of(strategy) for strategy in strategies]
-    settings: dict[str, Any] = {"policies": policies, "out": tmp_path, "sampling": SAMPLING, "llm": llm}
-    result = diagnosis.diagnose("made-up", load_task("arithmetic", limit=2), strategies, **settings)
+    arms = parse_arms(None, (), ["none sampling.schedule=ead", "none"], rollouts=True)
+    result = diagnosis.diagnose(
+        "made-up",
+        load_task("arithmetic", limit=2),
+        arms,
+        policies=[policy_of(arm) for arm in arms],
+        out=tmp_path,
+        sampling=SAMPLING,
+        llm=llm,
+    )
     assert result["baseline"] == "none"
-    assert [row["difference"] is None for row in result["strategies"]] == [False, True]
+    scheduled, baseline = result["strategies"]
+    assert scheduled["difference"] is not None
+    assert baseline["difference"] is None
 
 
-def test_other_settings_and_options_are_refused(llm: MadeUp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_weights_are_refused(llm: MadeUp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run(llm, tmp_path)
-    with pytest.raises(UsageError, match=r"other settings.*weights was"), monkeypatch.context() as trained:
-        trained.setattr(diagnosis.packaged, "fingerprint", lambda model: "1")
+    monkeypatch.setattr(diagnosis.packaged, "fingerprint", lambda model: "1")
+    with pytest.raises(UsageError, match=r"other settings.*weights was"):
         run(llm, tmp_path)
+
+
+def test_another_dataset_is_refused(llm: MadeUp, tmp_path: Path) -> None:
+    run(llm, tmp_path)
     with pytest.raises(UsageError, match=r"other settings.*dataset was"):
         run(llm, tmp_path, dataset="others")
+
+
+def test_other_options_of_an_arm_are_refused(llm: MadeUp, tmp_path: Path) -> None:
+    run(llm, tmp_path)
     finished = tmp_path / "finished.jsonl"
-    finished.write_text(re.sub(r', "checksum": "\w+"', "", finished.read_text()).replace('"rate": 0.1', '"rate": 0.2'))
+    without_checksums = re.sub(r', "checksum": "\w+"', "", finished.read_text())
+    finished.write_text(without_checksums.replace('"rate": 0.1', '"rate": 0.2'))
     with pytest.raises(UsageError, match="'neighbor' was sampled there with other options"):
         run(llm, tmp_path)
 
@@ -100,55 +137,84 @@ def test_a_comparison_that_continues_diagnoses_what_is_new(
     llm: MadeUp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A comparison before its training, again and again in one folder, its diagnoses made with made-up samples."""
-    folder, made = ComparisonFolder(tmp_path), []
+    folder = ComparisonFolder(tmp_path)
+    diagnoses = []
 
     def diagnose(words: list[str], *_: Any) -> None:
-        args, sampling, strategies = command._read(words[1:])
-        problems = load_task("arithmetic", limit=args.prompts)
-        settings = {"sampling": sampling, "policies": [policy_of(each) for each in strategies]}
-        settings |= {"out": args.out, "dataset": "task arithmetic", "llm": llm}
-        diagnosis.diagnose(args.model, problems, strategies, **settings)
-        made.append(words)
+        args, sampling, arms = command._read(words[1:])
+        diagnosis.diagnose(
+            args.model,
+            load_task("arithmetic", limit=args.prompts),
+            arms,
+            sampling=sampling,
+            policies=[policy_of(arm) for arm in arms],
+            out=args.out,
+            dataset="task arithmetic",
+            llm=llm,
+        )
+        diagnoses.append(words)
 
-    def rows(*words: str) -> list[str]:
-        asked = ("--eval.data", "none", "--diagnose.prompts", "2", "--diagnose.group", "2", *words)
-        compare._before_training(plan(*asked), folder, "model")
+    def diagnosed_arms(*words: str) -> list[str]:
+        shared = ("--eval.data", "none", "--diagnose.prompts", "2", "--diagnose.group", "2")
+        compare._before_training(plan(*shared, *words), folder, "model")
         return [row["name"] for row in folder.read("diagnosis/diagnosis.json")["strategies"]]
 
     monkeypatch.setattr(runs, "command", diagnose)
-    ead = ("--perturbations", "none,gumbel", "--strategy", "none sampling.schedule=ead")
-    assert rows("--perturbations", "none") == ["none"] and len(made) == 1
-    assert rows("--perturbations", "none", "--seeds", "0,1") == ["none"] and len(made) == 1
-    assert rows("--perturbations", "none,gumbel") == ["none", "gumbel"]
-    assert rows(*ead) == ["none", "gumbel", "none sampling.schedule=ead"] and len(made) == 3
-    assert llm.asked == ["none", "gumbel", "none sampling.schedule=ead"]
-    assert rows(*ead) and len(made) == 3
-    assert rows("--perturbations", "gumbel") == ["gumbel"] and len(made) == 4
+    with_schedule = ("--perturbations", "none,gumbel", "--strategy", "none sampling.schedule=ead")
+
+    assert diagnosed_arms("--perturbations", "none") == ["none"]
+    assert len(diagnoses) == 1
+    # Another seed of the training needs no other diagnosis.
+    assert diagnosed_arms("--perturbations", "none", "--seeds", "0,1") == ["none"]
+    assert len(diagnoses) == 1
+    assert diagnosed_arms("--perturbations", "none,gumbel") == ["none", "gumbel"]
+    assert len(diagnoses) == 2
+    assert diagnosed_arms(*with_schedule) == ["none", "gumbel", "none sampling.schedule=ead"]
+    assert len(diagnoses) == 3
+    assert llm.sampled_arms == ["none", "gumbel", "none sampling.schedule=ead"]
+    assert diagnosed_arms(*with_schedule) == ["none", "gumbel", "none sampling.schedule=ead"]
+    assert len(diagnoses) == 3
+    assert diagnosed_arms("--perturbations", "gumbel") == ["gumbel"]
+    assert len(diagnoses) == 4
 
 
 @pytest.mark.parametrize("finished", [1, 2], ids=["interrupted", "finished"])
-def test_a_strategy_whose_last_line_was_cut_is_sampled_again(llm: MadeUp, tmp_path: Path, finished: int) -> None:
-    whole, samples, told = run(llm, tmp_path), tmp_path / "samples.jsonl", []
-    samples.write_text(samples.read_text()[:-10])
-    lines = (tmp_path / "finished.jsonl").read_text().splitlines(keepends=True)
-    (tmp_path / "finished.jsonl").write_text("".join(lines[:finished]))
-    assert run(llm, tmp_path, report=told.append)["strategies"] == whole["strategies"]
-    assert llm.asked == ["none", "neighbor", "neighbor"] and len(samples.read_text().splitlines()) == 8
-    assert any("cut off half-way" in line for line in told)
+def test_an_arm_whose_last_line_was_cut_is_sampled_again(llm: MadeUp, tmp_path: Path, finished: int) -> None:
+    uninterrupted = run(llm, tmp_path)
+    samples_file = tmp_path / "samples.jsonl"
+    samples_file.write_text(samples_file.read_text()[:-10])
+    finished_file = tmp_path / "finished.jsonl"
+    finished_lines = finished_file.read_text().splitlines(keepends=True)
+    finished_file.write_text("".join(finished_lines[:finished]))
+
+    messages: list[str] = []
+    result = run(llm, tmp_path, report=messages.append)
+
+    assert result["strategies"] == uninterrupted["strategies"]
+    assert llm.sampled_arms == ["none", "neighbor", "neighbor"]
+    assert len(samples_file.read_text().splitlines()) == 8
+    assert any("cut off half-way" in message for message in messages)
 
 
-def test_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    task = ("--task", "arithmetic")
-    (tmp_path / "empty.jsonl").write_text("")
-    for words, said in (
-        (task, "no model"),
-        ((*task, "--gruop", "4"), "Did you mean '--group'"),
-        ((*task, "--top-p", "0"), "in (0, 1]"),
-        ((*task, "--tokens", "sum"), "--embedding-map"),
-        (("--model", "smollm2-135m", "--data", str(tmp_path / "empty.jsonl")), "empty"),
-    ):
-        assert main(["diagnose", *words]) == 2
-        assert said in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--task", "arithmetic"], "no model"),
+        (["--task", "arithmetic", "--gruop", "4"], "Did you mean '--group'"),
+        (["--task", "arithmetic", "--top-p", "0"], "in (0, 1]"),
+        (["--task", "arithmetic", "--tokens", "sum"], "--embedding-map"),
+    ],
+)
+def test_bad_words(capsys: pytest.CaptureFixture[str], words: list[str], message: str) -> None:
+    assert main(["diagnose", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_an_empty_file_of_problems_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "problems.jsonl"
+    file.write_text("")
+    assert main(["diagnose", "--model", "smollm2-135m", "--data", str(file)]) == 2
+    assert "empty" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -162,5 +228,6 @@ def test_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ),
     ],
 )
-def test_a_strategy_that_is_given_twice_has_one_row(words: list[str], ids: list[str]) -> None:
-    assert [strategy.id for strategy in command._read(words)[2]] == ids
+def test_an_arm_that_is_named_twice_has_one_row(words: list[str], ids: list[str]) -> None:
+    _, _, arms = command._read(words)
+    assert [arm.id for arm in arms] == ids

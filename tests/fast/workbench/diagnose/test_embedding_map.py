@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The embedding map on a small embedding made by hand: no engine, real perturbations."""
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,9 @@ from perturbations import Step, create
 from perturbations.embeddings import matrix_embeddings
 from perturbations.errors import UsageError
 
-FAMILIES, MEMBERS, WIDTH = 8, 12, 32
+FAMILIES = 8
+MEMBERS = 12
+WIDTH = 32
 
 
 class Tokenizer:
@@ -38,86 +41,128 @@ def embedding() -> torch.Tensor:
 
 
 @pytest.fixture
-def made(embedding: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The map of two tokens whose contexts leave the model in doubt between their own family's members."""
-    here = SimpleNamespace(embeddings=matrix_embeddings(embedding), module=None)
+def draw_map(embedding: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], dict[str, Any]]:
+    """The map of three tokens; the contexts of two leave the model in doubt between their own family's members."""
+    attached = SimpleNamespace(embeddings=matrix_embeddings(embedding), module=None)
     tokens = [(0, " family0.0"), (MEMBERS, " family1.0"), (2 * MEMBERS, " family2.0")]
 
-    def contexts(llm: Any, wanted: Any, seed: int, template: Any) -> Any:
-        def row(token: int, top: float) -> tuple[torch.Tensor, int]:
-            logits = torch.full((FAMILIES * MEMBERS,), -10.0)
-            logits[token : token + MEMBERS] = 0.0
-            logits[token] = top
-            return logits, 7
+    def context(token: int, its_logit: float) -> tuple[torch.Tensor, int]:
+        """Logits of a position, 7: all members of the token's family are as likely but for the token itself."""
+        logits = torch.full((FAMILIES * MEMBERS,), -10.0)
+        logits[token : token + MEMBERS] = 0.0
+        logits[token] = its_logit
+        return logits, 7
 
-        return {0: [row(0, 0.1), row(0, 0.2)], MEMBERS: [row(MEMBERS, 0.1)], 2 * MEMBERS: []}
+    def contexts(llm: Any, wanted: Any, seed: int, template: Any) -> Any:
+        return {
+            0: [context(0, 0.1), context(0, 0.2)],
+            MEMBERS: [context(MEMBERS, 0.1)],
+            2 * MEMBERS: [],
+        }
 
     monkeypatch.setattr(embedding_map, "contexts", contexts)
-    monkeypatch.setattr(embedding_map, "attached", lambda llm: here)
-    monkeypatch.setattr(embedding_map, "put", lambda llm, strategy: None)
+    monkeypatch.setattr(embedding_map, "attached", lambda llm: attached)
+    monkeypatch.setattr(embedding_map, "put", lambda llm, arm: None)
 
-    def run(names: str) -> dict[str, Any]:
+    def draw(arms: str) -> dict[str, Any]:
         llm = SimpleNamespace(get_tokenizer=Tokenizer)
-        return embedding_map.make(llm, parse_arms(names), tokens, seed=0, template={})
+        return embedding_map.make(llm, parse_arms(arms), tokens, seed=0, template={})
 
-    return run
+    return draw
 
 
-def test_neighbors_stay_related_and_noise_does_not(made: Any) -> None:
-    found = made("none,neighbor:rate=0.1,neighbor:rate=0.9,gaussian:sigma=0.01,gaussian:sigma=30")
-    perturbations = {perturbation["strategy"]: perturbation for perturbation in found["perturbations"]}
-    # Strategies that differ in their gates alone are one; the unperturbed one is not drawn.
-    assert list(perturbations) == ["neighbor rate=0.1", "gaussian sigma=0.01", "gaussian sigma=30"]
-    assert perturbations["neighbor rate=0.1"]["unrelated_share"] == 0.0
-    assert perturbations["gaussian sigma=0.01"]["changed_share"] == 0.0
+def test_neighbors_stay_related_and_noise_does_not(draw_map: Callable[[str], dict[str, Any]]) -> None:
+    drawn = draw_map("none,neighbor:rate=0.1,neighbor:rate=0.9,gaussian:sigma=0.01,gaussian:sigma=30")
+    by_arm = {perturbation["strategy"]: perturbation for perturbation in drawn["perturbations"]}
+    # Arms that differ in their gates alone are one; the unperturbed one is not drawn.
+    assert list(by_arm) == ["neighbor rate=0.1", "gaussian sigma=0.01", "gaussian sigma=30"]
+    assert by_arm["neighbor rate=0.1"]["unrelated_share"] == 0.0
+    assert by_arm["gaussian sigma=0.01"]["changed_share"] == 0.0
     # Pure noise is nearest to any of 96 tokens; 11 of them are the token and its ten nearest.
-    assert perturbations["gaussian sigma=30"]["unrelated_share"] == pytest.approx(85 / 96, abs=0.1)
-    assert perturbations["gaussian sigma=30"]["other_token_drawn"] == 0.0
+    assert by_arm["gaussian sigma=30"]["unrelated_share"] == pytest.approx(85 / 96, abs=0.1)
+    assert by_arm["gaussian sigma=30"]["other_token_drawn"] == 0.0
 
 
-def test_tokens_without_a_context_are_left_out(made: Any) -> None:
-    found = made("gaussian,gumbel")
-    assert found == made("gaussian,gumbel")
-    assert [token["id"] for token in found["tokens"]] == [0, MEMBERS]
-    assert [token["contexts"] for token in found["tokens"]] == [2, 1]
-    assert {point["token"] for point in found["perturbations"][0]["points"]} == {0, 1}
-    assert len(found["perturbations"][0]["points"]) == 2 * embedding_map.COPIES
-    assert len(found["neighbors"]) == 2 * 8
-    gumbel = found["perturbations"][1]
-    # Twelve equally likely tokens, of which five are mixed: the likeliest is drawn about once in five.
+def test_a_map_is_the_same_when_it_is_drawn_again(draw_map: Callable[[str], dict[str, Any]]) -> None:
+    assert draw_map("gaussian,gumbel") == draw_map("gaussian,gumbel")
+
+
+def test_tokens_without_a_context_are_left_out(draw_map: Callable[[str], dict[str, Any]]) -> None:
+    drawn = draw_map("gaussian,gumbel")
+    assert [token["id"] for token in drawn["tokens"]] == [0, MEMBERS]
+    assert [token["contexts"] for token in drawn["tokens"]] == [2, 1]
+    points = drawn["perturbations"][0]["points"]
+    assert {point["token"] for point in points} == {0, 1}
+    assert len(points) == 2 * embedding_map.COPIES
+    assert len(drawn["neighbors"]) == 2 * 8
+
+
+def test_a_mixture_draws_other_tokens(draw_map: Callable[[str], dict[str, Any]]) -> None:
+    """Twelve equally likely tokens, of which five are mixed: the likeliest is drawn about once in five."""
+    _, gumbel = draw_map("gaussian,gumbel")["perturbations"]
     assert 0.5 < gumbel["other_token_drawn"] < 0.95
     assert gumbel["changed_share"] > 0.5
 
 
 def test_the_plane_by_hand() -> None:
-    # A cross with arms 3 along the first axis and 1 along the third: variances 18 and 2 of 20.
-    cross = torch.tensor([[3.0, 0, 0], [-3.0, 0, 0], [0, 0, 1.0], [0, 0, -1.0]]) + torch.tensor([5.0, 5.0, 5.0])
-    plane = embedding_map.Plane(cross)
+    """A cross with arms 3 along the first axis and 1 along the third: variances 18 and 2 of 20."""
+    cross = torch.tensor(
+        [
+            [3.0, 0.0, 0.0],
+            [-3.0, 0.0, 0.0],
+            [0.0, 0.0, 1.0],
+            [0.0, 0.0, -1.0],
+        ]
+    )
+    centre = torch.tensor([5.0, 5.0, 5.0])
+
+    plane = embedding_map.Plane(cross + centre)
+
     assert plane.explained == pytest.approx([0.9, 0.1])
+    # 2 along the first axis, 0.5 along the third; what is along the second is lost.
     (point,) = plane.coordinates(torch.tensor([[7.0, 1.0, 5.5]]))
-    assert (point["x"], point["y"]) == (pytest.approx(2.0), pytest.approx(0.5))
+    assert point["x"] == pytest.approx(2.0)
+    assert point["y"] == pytest.approx(0.5)
 
 
-def test_words() -> None:
-    found = embedding_map.choose_tokens(Tokenizer(), "family2, family1")
-    assert found == [(2 * MEMBERS, " family2.0"), (MEMBERS, " family1.0")]
-    with pytest.raises(UsageError, match="'therefore' is not one token"):
-        embedding_map.choose_tokens(Tokenizer(), "therefore")
-    with pytest.raises(UsageError, match="none of the usual words"):
-        embedding_map.choose_tokens(Tokenizer(), None)
+def test_words_are_tokens_with_a_space_before_them() -> None:
+    tokens = embedding_map.choose_tokens(Tokenizer(), "family2, family1")
+    assert tokens == [(2 * MEMBERS, " family2.0"), (MEMBERS, " family1.0")]
 
 
-def test_the_probe_keeps_the_steps_that_were_asked_for(
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("therefore", "'therefore' is not one token"),
+        (None, "none of the usual words"),
+    ],
+)
+def test_words_that_are_no_token_are_refused(words: str | None, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        embedding_map.choose_tokens(Tokenizer(), words)
+
+
+def test_the_probe_keeps_the_steps_at_which_a_wanted_token_is_likeliest(
     embedding: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    logits, rows = torch.zeros(4, len(embedding)), torch.arange(4)
-    logits[rows, torch.tensor([5, 6, 5, 5])] = 2.0 + rows
+    """Token 5 is wanted, two steps of it; it is the likeliest of rows 0, 2 and 3, with the logits 2, 4 and 5."""
+    rows = torch.arange(4)
+    likeliest = torch.tensor([5, 6, 5, 5])
+    logits = torch.zeros(4, len(embedding))
+    logits[rows, likeliest] = 2.0 + rows
     sampled = torch.tensor([5, 9, 6, 5])
-    step = Step(logits, sampled, torch.ones(4), torch.zeros_like(rows), 10 + rows, matrix_embeddings(embedding))
-    perturbation = create(group_sampling.PROBE)
+    positions = 10 + rows
+    step = Step(logits, sampled, torch.ones(4), torch.zeros_like(rows), positions, matrix_embeddings(embedding))
     monkeypatch.setattr(group_sampling, "COPIES", 2)
     monkeypatch.setattr(group_sampling, "LIKELIEST", {5: []})
-    proposal = perturbation.propose(step)
-    assert proposal.tokens.tolist() == sampled.tolist() and proposal.edit.ids.squeeze(-1).tolist() == sampled.tolist()
-    kept = group_sampling.LIKELIEST
-    assert [(float(row.max()), position) for row, position in kept[5]] == [(2.0, 10), (4.0, 12)] and list(kept) == [5]
+
+    proposal = create(group_sampling.PROBE).propose(step)
+
+    assert proposal.tokens.tolist() == sampled.tolist()
+    assert proposal.edit.ids.squeeze(-1).tolist() == sampled.tolist()
+    assert list(group_sampling.LIKELIEST) == [5]
+    first, second = group_sampling.LIKELIEST[5]
+    assert float(first[0].max()) == 2.0
+    assert first[1] == 10
+    assert float(second[0].max()) == 4.0
+    assert second[1] == 12

@@ -10,8 +10,8 @@ from ngrpo.workbench.evaluate import mean_at_n, pass_at_k
 from tests.support.import_probe import HEAVY, probe
 
 
-def test_exact_enumeration() -> None:
-    """Every draw of k from n answers, c of them right: the share of draws with at least one right."""
+def test_pass_at_k_is_that_of_an_exact_enumeration() -> None:
+    """Every draw of k from n responses, c of them right: the share of draws with at least one right."""
     for n in range(1, 9):
         for c in range(n + 1):
             right = set(range(c))
@@ -42,8 +42,9 @@ def test_bad_numbers(n: int, c: int, k: int, says: str) -> None:
         pass_at_k(n, c, k)
 
 
-def test_mean() -> None:
-    assert mean_at_n(32, 8) == 0.25 and mean_at_n(1, 0) == 0.0
+def test_mean_at_n() -> None:
+    assert mean_at_n(32, 8) == 0.25
+    assert mean_at_n(1, 0) == 0.0
     with pytest.raises(ValueError, match="c=3"):
         mean_at_n(2, 3)
 

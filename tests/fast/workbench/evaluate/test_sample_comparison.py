@@ -14,108 +14,206 @@ from ngrpo.machine.storage.result_folder import ResultFolder
 from ngrpo.workbench.evaluate.sample_comparison import lines, measures, read
 from perturbations.errors import UsageError
 
+RIGHT = {"correct": True, "finish": "stop", "parsed": True, "verdict": "right"}
+WRONG = {"correct": False, "finish": "length", "parsed": False, "verdict": "timed_out"}
 
-def written(path: Path, rows: list[dict[str, Any]]) -> str:
+# By problem, which of its four responses are right. The shares c / n are
+# 1/4, 1, 0, 1/2, 1/4 of BASE and 3/4, 1, 1/4, 3/4, 1/2 of OURS.
+BASE = {
+    "a": [1, 0, 0, 0],
+    "b": [1, 1, 1, 1],
+    "c": [0, 0, 0, 0],
+    "d": [1, 1, 0, 0],
+    "e": [0, 1, 0, 0],
+}
+OURS = {
+    "a": [1, 1, 1, 0],
+    "b": [1, 1, 1, 1],
+    "c": [0, 0, 1, 0],
+    "d": [1, 1, 1, 0],
+    "e": [1, 1, 0, 0],
+}
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> str:
+    """Writes one line of JSON for each row and returns the path."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
 
 
-RIGHT = {"correct": True, "finish": "stop", "parsed": True, "verdict": "right"}
-WRONG = {"correct": False, "finish": "length", "parsed": False, "verdict": "timed_out"}
-
-
-def of_eval(
+def write_evaluation(
     folder: Path,
     right: dict[str, list[int]],
-    asked: str = "{}?",
+    question: str = "{}?",
     names: str | None = None,
-    answers: dict[str, str] | None = None,
+    references: dict[str, str] | None = None,
 ) -> str:
-    """The folder of an evaluation, its samples in the order in which they finished.
+    """Writes the folder of an evaluation and returns its path; the problems are in reverse order, as if finished so.
 
-    ``asked`` is each problem's text; ``names`` are their names, other than their keys; ``answers`` their references.
+    Args:
+        folder: where to write it.
+        right: by problem, whether each of its responses is right.
+        question: the text of a problem, with ``{}`` for its key in ``right``.
+        names: one letter for each problem, its id in the files; None for its key.
+        references: by problem, its reference answer; "7" where it has none.
     """
-    rows, problems = [], []
-    for name, key in reversed([*zip(names or right, right)]):
-        answer = (answers or {}).get(key, "7")
-        problems.append({"id": name, "messages": [{"content": asked.format(key)}], "answer": answer})
-        row = {"problem": name, "prompt": f"<user>{asked.format(key)}"}
-        rows += [{**row, "sample": i, **(RIGHT if one else WRONG)} for i, one in enumerate(right[key])]
-    written(folder / "evaluation.json", [{}])
-    written(folder / "problems.jsonl", problems)
-    return str(Path(written(folder / "samples.jsonl", rows)).parent)
+    keys = list(right)
+    ids = list(names or keys)
+    rows = []
+    problems = []
+    for problem_id, key in reversed(list(zip(ids, keys))):
+        text = question.format(key)
+        reference = (references or {}).get(key, "7")
+        problems.append({"id": problem_id, "messages": [{"content": text}], "answer": reference})
+        for sample, is_right in enumerate(right[key]):
+            outcome = RIGHT if is_right else WRONG
+            rows.append({"problem": problem_id, "prompt": f"<user>{text}", "sample": sample, **outcome})
+    write_rows(folder / "evaluation.json", [{}])
+    write_rows(folder / "problems.jsonl", problems)
+    write_rows(folder / "samples.jsonl", rows)
+    return str(folder)
 
 
-BASE = {"a": [1, 0, 0, 0], "b": [1, 1, 1, 1], "c": [0, 0, 0, 0], "d": [1, 1, 0, 0], "e": [0, 1, 0, 0]}
-OURS = {"a": [1, 1, 1, 0], "b": [1, 1, 1, 1], "c": [0, 0, 1, 0], "d": [1, 1, 1, 0], "e": [1, 1, 0, 0]}
+def mean_rows(report: list[str]) -> list[str]:
+    """The lines of the measure "mean", the baseline's first."""
+    return [line for line in report if line.startswith("mean")]
+
+
+def compared_mean(report: list[str]) -> list[str]:
+    """The words of the line that compares a gain in the mean with the baseline's: words 2 and 10 are value and gain."""
+    return next(line.split() for line in mean_rows(report) if "+" in line)
+
+
+def mean_difference(report: list[str]) -> str:
+    return compared_mean(report)[10]
 
 
 def test_means_differences_and_p_by_hand(tmp_path: Path) -> None:
-    files = [f"base={of_eval(tmp_path / 'x', BASE)}", f"ours={of_eval(tmp_path / 'y', OURS)}"]
-    told = lines(files)
-    assert told[:2] == ["5 problems, 4 responses to each", "paired by their text"]
-    table = [row.split() for row in told if row.startswith(("mean", "Pass@", "Cover@"))]
-    # c / n: 1/4 1 0 1/2 1/4 and 3/4 1 1/4 3/4 1/2; of the differences only b's is 0.
-    values = ["0.400", "0.650", "0.800", "1.000", "0.800", "1.000", "0.400", "0.800", "0.200", "0.600"]
-    measures_of_both = np.repeat(["mean", "Pass@4", "Cover@0.25", "Cover@0.5", "Cover@0.75"], 2)
-    assert [row[:3] for row in table] == [[*row] for row in zip(measures_of_both, ["base", "ours"] * 5, values)]
+    base = write_evaluation(tmp_path / "x", BASE)
+    ours = write_evaluation(tmp_path / "y", OURS)
+
+    report = lines([f"base={base}", f"ours={ours}"])
+
+    assert report[:2] == ["5 problems, 4 responses to each", "paired by their text"]
+    table = [line.split() for line in report if line.startswith(("mean", "Pass@", "Cover@"))]
+    assert [row[:3] for row in table] == [
+        ["mean", "base", "0.400"],
+        ["mean", "ours", "0.650"],
+        ["Pass@4", "base", "0.800"],
+        ["Pass@4", "ours", "1.000"],
+        ["Cover@0.25", "base", "0.800"],
+        ["Cover@0.25", "ours", "1.000"],
+        ["Cover@0.5", "base", "0.400"],
+        ["Cover@0.5", "ours", "0.800"],
+        ["Cover@0.75", "base", "0.200"],
+        ["Cover@0.75", "ours", "0.600"],
+    ]
+    # The differences of the shares c / n; only b's is 0.
     differences = np.array([0.5, 0.0, 0.25, 0.25, 0.25])
     low, high = stats.ttest_1samp(differences, 0.0).confidence_interval(0.95)
-    ours = table[1]
-    # Of 2^4 patterns of the four signs two are as far from 0.
-    assert ours[10:] == ["+0.250", f"[{low:+.3f},", f"{high:+.3f}]", "0.125", ours[-1]]
-    assert 0.25 < float(ours[-1]) < 0.5, "the spread of five problems shows no smaller difference reliably"
+    difference, low_text, high_text, p, could_be_seen = table[1][10:]
+    assert difference == "+0.250"
+    assert low_text == f"[{low:+.3f},"
+    assert high_text == f"{high:+.3f}]"
+    # Of the 2^4 patterns of four signs two are as far from 0.
+    assert p == "0.125"
+    assert 0.25 < float(could_be_seen) < 0.5, "the spread of five problems shows no smaller difference reliably"
 
 
 def test_pairs_are_by_problem_and_what_is_missing_is_said(tmp_path: Path) -> None:
+    base = write_evaluation(tmp_path / "base", BASE)
     shuffled = {name: OURS[name] for name in ("d", "a", "e", "b")}
-    told = lines([of_eval(tmp_path / "base", BASE), of_eval(tmp_path / "ours", {**shuffled, "z": [1, 1, 1, 1]})])
-    assert told[0].startswith("4 problems") and "base: 1 of its 5 problems are not in all files" in told[2]
-    assert "ours: 1 of its 5" in told[3]
-    mean = next(row.split() for row in told if row.startswith("mean") and "+" in row)
-    assert mean[2] == "0.750" and mean[10] == "+0.250"
+    ours = write_evaluation(tmp_path / "ours", {**shuffled, "z": [1, 1, 1, 1]})
+
+    report = lines([base, ours])
+
+    assert report[0].startswith("4 problems")
+    assert "base: 1 of its 5 problems are not in all files" in report[2]
+    assert "ours: 1 of its 5" in report[3]
+    # Without c the shares are 3/4, 1, 3/4, 1/2: mean 0.75; those of BASE have the mean 0.5.
+    mean = compared_mean(report)
+    assert mean[2] == "0.750"
+    assert mean[10] == "+0.250"
+
+
+def test_files_without_a_common_problem_are_refused(tmp_path: Path) -> None:
+    base = write_evaluation(tmp_path / "base", BASE)
+    other = write_evaluation(tmp_path / "other", {"y": [1]})
     with pytest.raises(UsageError, match="no problem in common"):
-        lines([of_eval(tmp_path / "base", BASE), of_eval(tmp_path / "other", {"y": [1]})])
+        lines([base, other])
 
 
-def difference(told: list[str]) -> str:
-    return next(row.split()[10] for row in told if row.startswith("mean") and "+" in row)
+def test_reordered_problems_are_paired_by_their_text(tmp_path: Path) -> None:
+    base = write_evaluation(tmp_path / "base", BASE, names="12345")
+    reordered_right = {name: OURS[name] for name in "edcba"}
+    reordered = write_evaluation(tmp_path / "reordered", reordered_right, names="12345")
+    assert mean_difference(lines([base, reordered])) == "+0.250"
 
 
-def test_problems_are_paired_by_what_they_ask(tmp_path: Path) -> None:
-    """Rows in another order have other names; other problems of the same names are none of these."""
-    base = of_eval(tmp_path / "base", BASE, names="12345")
-    reordered = of_eval(tmp_path / "reordered", {name: OURS[name] for name in "edcba"}, names="12345")
-    assert difference(lines([base, reordered])) == "+0.250"
-    (Path(reordered) / "problems.jsonl").unlink()  # samples alone
-    told = lines([base, reordered])
-    assert told[1] == "paired by their prompt" and difference(told) == "+0.250"
+def test_problems_without_texts_are_paired_by_their_prompt(tmp_path: Path) -> None:
+    base = write_evaluation(tmp_path / "base", BASE, names="12345")
+    reordered_right = {name: OURS[name] for name in "edcba"}
+    reordered = write_evaluation(tmp_path / "reordered", reordered_right, names="12345")
+    (Path(reordered) / "problems.jsonl").unlink()
+
+    report = lines([base, reordered])
+
+    assert report[1] == "paired by their prompt"
+    assert mean_difference(report) == "+0.250"
+
+
+def test_equal_names_of_other_problems_do_not_pair(tmp_path: Path) -> None:
+    base = write_evaluation(tmp_path / "base", BASE, names="12345")
+    other = write_evaluation(tmp_path / "other", OURS, question="another {}", names="12345")
     with pytest.raises(UsageError, match="no problem in common"):
-        lines([base, of_eval(tmp_path / "other", OURS, asked="another {}", names="12345")])
-    twice = [of_eval(tmp_path / names, {"a": [0], "b": [1]}, asked="the same", names=names) for names in ("ab", "xy")]
-    assert lines(twice)[0].startswith("2 problems")
+        lines([base, other])
 
 
-def test_names_never_pair(tmp_path: Path) -> None:
-    """Not with equal references, nor in a file of another program, which has no prompts."""
-    base, ours = of_eval(tmp_path / "base", BASE), of_eval(tmp_path / "ours", OURS, asked="Think. {}?")
-    rows = [{"problem": name, "sample": i, "correct": one} for name, of in OURS.items() for i, one in enumerate(of)]
-    bare = written(tmp_path / "bare.jsonl", rows)
-    for other, fix in ((ours, "with the same --instruction"), (bare, rf"{bare} has neither\. Give an evaluation's")):
-        with pytest.raises(UsageError, match=rf"no problem in common.*paired by their text.*: .*{fix}") as told:
-            lines([base, other])
-        assert ("--instruction" in str(told.value)) == (other == ours)
-    assert any("– / – / –" in row for row in lines([bare]))
+def test_equal_texts_within_a_file_are_several_problems(tmp_path: Path) -> None:
+    right = {"a": [0], "b": [1]}
+    first = write_evaluation(tmp_path / "ab", right, question="the same", names="ab")
+    second = write_evaluation(tmp_path / "xy", right, question="the same", names="xy")
+    assert lines([first, second])[0].startswith("2 problems")
+
+
+def test_equal_references_do_not_pair_and_the_error_says_instruction(tmp_path: Path) -> None:
+    base = write_evaluation(tmp_path / "base", BASE)
+    ours = write_evaluation(tmp_path / "ours", OURS, question="Think. {}?")
+    message = r"no problem in common.*paired by their text.*: .*with the same --instruction"
+    with pytest.raises(UsageError, match=message):
+        lines([base, ours])
+
+
+def test_a_file_of_another_program_has_no_prompts_to_pair_by(tmp_path: Path) -> None:
+    base = write_evaluation(tmp_path / "base", BASE)
+    rows = []
+    for problem, right in OURS.items():
+        rows += [{"problem": problem, "sample": sample, "correct": correct} for sample, correct in enumerate(right)]
+    bare = write_rows(tmp_path / "bare.jsonl", rows)
+
+    message = rf"no problem in common.*paired by their text.*: .*{bare} has neither\. Give an evaluation's"
+    with pytest.raises(UsageError, match=message) as error:
+        lines([base, bare])
+
+    assert "--instruction" not in str(error.value)
+    # Its shares of cut, unreadable and timed-out responses are not in its rows.
+    assert any("– / – / –" in line for line in lines([bare]))
 
 
 def test_responses_that_say_little_are_counted_beside_each_score(tmp_path: Path) -> None:
-    """Of 20 answers 12 are wrong, each cut and timed out; of the other file's 2 of 20."""
-    few = {name: [1, 1, 1, 1] for name in "abc"} | {"d": [0, 0, 1, 1], "e": [1, 1, 1, 1]}
-    told = lines([of_eval(tmp_path / "base", BASE), of_eval(tmp_path / "few", few)])
-    base, ours = [row for row in told if row.startswith("mean")]
-    assert "60% / 0% / 60%" in base and "10% / 0% / 10%" in ours
-    assert [line for line in told if line.startswith("warning")] == [
+    """In the test data a wrong response is also cut and timed out: 12 of the 20 of BASE, and 2 of the other 20."""
+    base = write_evaluation(tmp_path / "base", BASE)
+    few_wrong = {key: [1, 1, 1, 1] for key in BASE}
+    few_wrong["d"] = [0, 0, 1, 1]
+    few = write_evaluation(tmp_path / "few", few_wrong)
+
+    report = lines([base, few])
+
+    base_row, few_row = mean_rows(report)
+    assert "60% / 0% / 60%" in base_row
+    assert "10% / 0% / 10%" in few_row
+    assert [line for line in report if line.startswith("warning")] == [
         "warning: base: 60% of the responses were cut by the length limit",
         "warning: base: 60% of the responses timed out in scoring",
     ]
@@ -127,61 +225,104 @@ def test_an_evaluation_that_is_still_running_is_read_up_to_its_last_whole_line(t
     file = tmp_path / "samples.jsonl"
     cut = file.read_text()[:-20]
     file.write_text(cut)
-    told: list[str] = []
-    assert read(str(file), told.append).counts == {"a": (1, 0)}
-    assert "cut off half-way" in told[0] and file.read_text() == cut
+
+    messages: list[str] = []
+    assert read(str(file), messages.append).counts == {"a": (1, 0)}
+
+    assert "cut off half-way" in messages[0]
+    assert file.read_text() == cut, "the file of a running evaluation is not mended"
 
 
 def test_two_files_of_one_name_are_refused(tmp_path: Path) -> None:
-    base, ours = of_eval(tmp_path / "x" / "evaluation", BASE), of_eval(tmp_path / "y" / "evaluation", OURS)
+    base = write_evaluation(tmp_path / "x" / "evaluation", BASE)
+    ours = write_evaluation(tmp_path / "y" / "evaluation", OURS)
     with pytest.raises(UsageError, match="two have one name"):
         lines([f"a={base}", f"a={ours}"])
-    assert difference(lines([base, ours])) == "+0.250", "two folders of one name have their paths"
     with pytest.raises(UsageError, match="two have one name"):
         lines([base, base])
 
 
+def test_two_folders_of_one_name_are_called_by_their_paths(tmp_path: Path) -> None:
+    base = write_evaluation(tmp_path / "x" / "evaluation", BASE)
+    ours = write_evaluation(tmp_path / "y" / "evaluation", OURS)
+    report = lines([base, ours])
+    assert mean_difference(report) == "+0.250"
+    assert [row.split()[1] for row in mean_rows(report)] == [base, ours]
+
+
 def test_several_files_are_corrected_for(tmp_path: Path) -> None:
+    """Three files gain 0, 0.02 and 0.2 over the baseline; only the last is beyond noise after the correction."""
     draws = np.random.default_rng(0)
-    base = {str(i): [int(draws.random() < 0.5)] for i in range(400)}
-    files = [of_eval(tmp_path / "base", base)]
-    for other, gain in enumerate((0.0, 0.02, 0.2)):
+    base = {str(problem): [int(draws.random() < 0.5)] for problem in range(400)}
+    files = [write_evaluation(tmp_path / "base", base)]
+    for number, gain in enumerate((0.0, 0.02, 0.2)):
         right = {name: [max(score, int(draws.random() < gain))] for name, (score,) in base.items()}
-        files.append(of_eval(tmp_path / str(other), right))
-    table = [row for row in lines(files) if row.startswith("mean")]
-    assert len(table) == 4 and table[3].count("<0.001 *") == 1
-    assert "+0.000" in table[1] and "*" not in table[1]
+        files.append(write_evaluation(tmp_path / str(number), right))
+
+    table = mean_rows(lines(files))
+
+    assert len(table) == 4
+    assert table[3].count("<0.001 *") == 1
+    assert "+0.000" in table[1]
+    assert "*" not in table[1]
 
 
 @pytest.mark.parametrize("content", ["", "[1]\n", '{"problem": "a"}\n'])
-def test_what_is_no_file_of_samples(tmp_path: Path, content: str) -> None:
+def test_a_file_that_holds_no_samples_is_refused(tmp_path: Path, content: str) -> None:
     file = tmp_path / "samples_x.jsonl"
     file.write_text(content)
     with pytest.raises(UsageError, match="samples_x"):
         read(str(file))
 
 
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    base, ours = of_eval(tmp_path / "base", BASE), of_eval(tmp_path / "ours", OURS)
+def test_the_command_prints_the_measures_that_it_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base = write_evaluation(tmp_path / "base", BASE)
+    ours = write_evaluation(tmp_path / "ours", OURS)
     assert cli.main(["report", base, ours, "--tau", "0.5", "--k", "1,2"]) == 0
-    told = capsys.readouterr().out
-    assert "Pass@2" in told and "Cover@0.5" in told and "Pass@4" not in told
-    assert cli.main(["report", base]) == 0 and "Mean" not in capsys.readouterr().out
-    for words, said in (
-        ([base, ours, "--tau", "1.5"], "--tau 1.5: must be in (0, 1]"),
-        ([base, ours, "--k", "x"], "--k x: must be numbers"),
-        ([base, ours, "--k", "5"], "--k 5: must be in [1, 4]"),
-        ([base, ours, "--out", "x.html"], "--out is for the page"),
-        ([base, "nowhere"], "nowhere: there is no such file"),
-    ):
-        assert cli.main(["report", *words]) == 2 and said in capsys.readouterr().err
+    output = capsys.readouterr().out
+    assert "Pass@2" in output
+    assert "Cover@0.5" in output
+    assert "Pass@4" not in output
 
 
-def test_cover() -> None:
+def test_the_command_takes_one_evaluation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base = write_evaluation(tmp_path / "base", BASE)
+    assert cli.main(["report", base]) == 0
+    output = capsys.readouterr().out
+    assert "5 problems" in output
+    assert "Mean" not in output
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--tau", "1.5"], "--tau 1.5: must be in (0, 1]"),
+        (["--k", "x"], "--k x: must be numbers"),
+        (["--k", "5"], "--k 5: must be in [1, 4]"),
+        (["--out", "x.html"], "--out is for the page"),
+    ],
+)
+def test_flags_that_the_command_refuses(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str], message: str
+) -> None:
+    base = write_evaluation(tmp_path / "base", BASE)
+    ours = write_evaluation(tmp_path / "ours", OURS)
+    assert cli.main(["report", base, ours, *flags]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_command_refuses_a_file_that_does_not_exist(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base = write_evaluation(tmp_path / "base", BASE)
+    assert cli.main(["report", base, "nowhere"]) == 2
+    assert "nowhere: there is no such file" in capsys.readouterr().err
+
+
+def test_cover_counts_a_problem_whose_share_reaches_tau() -> None:
     cover = measures("1", "0.5,0.7", 4)
-    assert [cover["Cover@0.5"](4, c, 4) for c in range(5)] == [0.0, 0.0, 1.0, 1.0, 1.0]
+    values = [cover["Cover@0.5"](4, right, 4) for right in range(5)]
+    assert values == [0.0, 0.0, 1.0, 1.0, 1.0]
     assert cover["Cover@0.7"](10, 7, 10) == 1.0, "no rounding takes a problem away"
-    # Two of four right; at least one of two drawn, unless both others are: 1 − 1/6.
+    # Two of four are right. One of two drawn ones is, unless the two wrong ones are drawn: 1 − 1/6.
     assert cover["Cover@0.5"](4, 2, 2) == pytest.approx(5 / 6)
 
 
@@ -195,37 +336,57 @@ def test_cover_is_compared_at_as_many_responses(tmp_path: Path) -> None:
     """The same success rates at 8 and at 4 responses have the same Cover@τ in expectation."""
     draws = np.random.default_rng(1)
     rates = draws.random(400)
-    eight = {str(i): (draws.random(8) < rate).astype(int).tolist() for i, rate in enumerate(rates)}
-    four = {str(i): (draws.random(4) < rate).astype(int).tolist() for i, rate in enumerate(rates)}
-    told = lines([of_eval(tmp_path / "eight", eight), of_eval(tmp_path / "four", four)])
-    assert told[0] == "400 problems, 4 to 8 responses to each"
-    compared = [row.split() for row in told if row.startswith("Cover@") and "four" in row]
-    assert len(compared) == 3 and "*" not in {word for row in compared for word in row}
-    assert all(abs(float(row[10])) < 0.04 for row in compared), compared
-    assert told[-1].startswith("Cover@τ is of as many responses")
+
+    def right_at_these_rates(responses: int) -> dict[str, list[int]]:
+        return {str(i): (draws.random(responses) < rate).astype(int).tolist() for i, rate in enumerate(rates)}
+
+    eight = write_evaluation(tmp_path / "eight", right_at_these_rates(8))
+    four = write_evaluation(tmp_path / "four", right_at_these_rates(4))
+
+    report = lines([eight, four])
+
+    assert report[0] == "400 problems, 4 to 8 responses to each"
+    assert report[-1].startswith("Cover@τ is of as many responses")
+    compared = [line.split() for line in report if line.startswith("Cover@") and "four" in line]
+    assert len(compared) == 3
+    for row in compared:
+        assert "*" not in row
+        assert abs(float(row[10])) < 0.04, row
 
 
 def test_few_problems_that_gain_are_judged_by_their_signs(tmp_path: Path) -> None:
-    base = {str(i): [int(i >= 5)] for i in range(30)}
-    told = lines([of_eval(tmp_path / "base", base), of_eval(tmp_path / "ours", {name: [1] for name in base})])
-    (row,) = [row.split() for row in told if row.startswith("mean") and "+" in row]
-    assert row[-2] == "0.062" and "*" not in row, "a t test has p 0.023"
+    """Five of 30 problems gain 1. Of the 2^5 patterns of their signs two are as far from 0: p = 1/16 = 0.0625."""
+    base_right = {str(problem): [int(problem >= 5)] for problem in range(30)}
+    base = write_evaluation(tmp_path / "base", base_right)
+    ours = write_evaluation(tmp_path / "ours", {name: [1] for name in base_right})
+
+    row = compared_mean(lines([base, ours]))
+
+    assert row[-2] == "0.062", "a t test has p 0.023"
+    assert "*" not in row
 
 
 def test_shares_of_cut_responses_are_those_of_the_compared_problems(tmp_path: Path) -> None:
-    more = {"a": [1, 1, 1, 1], "b": [1, 1, 1, 1], "z": [0, 0, 0, 0]}
-    told = lines([of_eval(tmp_path / "base", {"a": [0, 1, 1, 1], "b": [1, 1, 1, 1]}), of_eval(tmp_path / "more", more)])
-    base, ours = [row for row in told if row.startswith("mean")]
-    assert "12% / 0% / 12%" in base and "0% / 0% / 0%" in ours
-    assert not [line for line in told if line.startswith("warning: more")]
+    """The responses to z are all cut, but z is in one file only. Of the baseline's eight responses one is cut."""
+    base = write_evaluation(tmp_path / "base", {"a": [0, 1, 1, 1], "b": [1, 1, 1, 1]})
+    more = write_evaluation(tmp_path / "more", {"a": [1, 1, 1, 1], "b": [1, 1, 1, 1], "z": [0, 0, 0, 0]})
+
+    report = lines([base, more])
+
+    base_row, more_row = mean_rows(report)
+    assert "12% / 0% / 12%" in base_row
+    assert "0% / 0% / 0%" in more_row
+    assert not any(line.startswith("warning: more") for line in report)
 
 
 def test_one_question_with_two_references_is_two_problems(tmp_path: Path) -> None:
-    base = of_eval(tmp_path / "base", {"a": [1], "b": [0]}, answers={"a": "1", "b": "2"})
-    other = of_eval(tmp_path / "other", {"a": [1], "b": [1]}, answers={"a": "1", "b": "3"})
-    assert lines([base, other])[0].startswith("1 problems")
+    base = write_evaluation(tmp_path / "base", {"a": [1], "b": [0]}, references={"a": "1", "b": "2"})
+    one_in_common = write_evaluation(tmp_path / "other", {"a": [1], "b": [1]}, references={"a": "1", "b": "3"})
+    none_in_common = write_evaluation(tmp_path / "third", {"a": [1]}, references={"a": "4"})
+
+    assert lines([base, one_in_common])[0].startswith("1 problems")
     with pytest.raises(UsageError, match="paired by their text and reference"):
-        lines([base, of_eval(tmp_path / "third", {"a": [1]}, answers={"a": "4"})])
+        lines([base, none_in_common])
 
 
 @pytest.mark.parametrize("value", ["NaN", '"false"', "0.5", "null", "2", "[]"])
@@ -236,8 +397,13 @@ def test_a_response_is_right_or_not(value: str, tmp_path: Path) -> None:
         read(str(file))
 
 
-def test_rows_without_a_number_all_count(tmp_path: Path) -> None:
+def test_rows_without_a_sample_number_all_count(tmp_path: Path) -> None:
     rows = [{"problem": "a", "correct": value} for value in (True, False, 1.0, 0)]
-    assert read(written(tmp_path / "of_another.jsonl", rows)).counts == {"a": (4, 2)}
-    numbered = [{**row, "sample": 0} for row in rows]
-    assert read(written(tmp_path / "numbered.jsonl", numbered)).counts == {"a": (1, 1)}
+    file = write_rows(tmp_path / "of_another.jsonl", rows)
+    assert read(file).counts == {"a": (4, 2)}
+
+
+def test_rows_with_one_sample_number_count_once(tmp_path: Path) -> None:
+    rows = [{"problem": "a", "correct": value, "sample": 0} for value in (True, False, 1.0, 0)]
+    file = write_rows(tmp_path / "numbered.jsonl", rows)
+    assert read(file).counts == {"a": (1, 1)}
