@@ -14,9 +14,11 @@ from statistics import median
 
 from ngrpo.machine.console import span
 
-_STARTS, _PRODUCTS = 18, 1800
+_STARTS = 18  # imports of a start
+_PRODUCTS = 1800  # matrix products of a step
 _REPETITIONS = 50
-_LOOKS, _LOOK_SECONDS = 20, 0.05
+_LOOKS = 20
+_LOOK_SECONDS = 0.05
 
 
 def other_processes() -> float:

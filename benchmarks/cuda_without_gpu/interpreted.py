@@ -33,7 +33,8 @@ from benchmarks.command_line import in_tree
 from benchmarks.cuda_without_gpu import inductor, pretended
 from benchmarks.cuda_without_gpu.pretended import Device, Pretended, host_values, pretended_cuda
 from benchmarks.cuda_without_gpu.recorded import RepeatedGraph
-from benchmarks.cuda_without_gpu.simulated import Disagreement, Plan, simulate
+from benchmarks.cuda_without_gpu.simulated import Disagreement, simulate
+from benchmarks.cuda_without_gpu.simulated_engine import Plan
 from ngrpo.rollout import step_graphs
 from perturbations import create
 from perturbations.compilation import Compiled

@@ -6,212 +6,33 @@ the host arrive late. Tokens, records, log-probabilities and the vector at every
 """
 
 import random
-import zlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from benchmarks.cuda_without_gpu.pretended import Device, Pretended, host_values, pretended_cuda
-from ngrpo.rollout.input_override import InputOverride
+from benchmarks.cuda_without_gpu.pretended import Device, host_values, pretended_cuda
+from benchmarks.cuda_without_gpu.simulated_engine import (
+    HIDDEN,
+    Engine,
+    Plan,
+    Request,
+    last_hidden_of,
+    logits_of,
+    requests_of,
+)
 from ngrpo.rollout.output_layer import OutputLayer
-from ngrpo.rollout.perturber import RolloutPerturber
-from ngrpo.rollout.requests import RunningRequests
-from ngrpo.rollout.sampling_support import SamplingMaskStore
-from ngrpo.rollout.step_graphs import rows_of_buffers
-from ngrpo.rollout.trajectories import TrajectoryStore
-from perturbations import FinishedTrajectory, registry
+from perturbations import FinishedTrajectory
 from perturbations.base import Perturbation
-from perturbations.embeddings import ModelEmbeddings
-from perturbations.gates.default import BoundGate
-
-HIDDEN = 16
 
 
 class Disagreement(AssertionError):
     """The pretended GPU did something else than the CPU."""
-
-
-@dataclass(frozen=True)
-class Plan:
-    """How requests are run.
-
-    Attributes:
-        seed: of the requests and of the scheduler.
-        lag: how many steps later a copy arrives.
-        preempted: probability that a request is preempted in a step.
-        chunk: positions of a prompt computed at once.
-        batch: requests at once.
-        masked: whether the tokens that filters left are recorded.
-        sampling: ``all``, ``filtered`` (the 40 likeliest), or ``greedy`` (every other request).
-        vocabulary: V; not a multiple of 64, so that the last block of a row is filled up.
-        dtype: of the embeddings and, where nothing filters, of the logits.
-        shuffled: whether requests change rows and miss steps; else a batch keeps decoding in its order.
-        output_layer: whether logits come from last hidden states, by an output layer that a graph may run.
-    """
-
-    seed: int = 1
-    lag: int = 0
-    preempted: float = 0.0
-    chunk: int = 7
-    batch: int = 4
-    masked: bool = False
-    sampling: str = "all"
-    vocabulary: int = 200
-    dtype: torch.dtype = torch.float32
-    shuffled: bool = True
-    output_layer: bool = False
-
-
-@dataclass
-class Request:
-    """A request as the scheduler has it.
-
-    Attributes:
-        name: of the request.
-        prompt: its tokens.
-        most: tokens to generate.
-        seed: of the trajectory.
-        tokens: the prompt and what was generated.
-        computed: how many of the tokens have been in a forward since the start or the last preemption.
-        opened: whether the engine knows the request.
-        preempted: whether the request comes back as a new one.
-        parameters: what vLLM would hand over.
-    """
-
-    name: str
-    prompt: list[int]
-    most: int
-    seed: int
-    tokens: list[int] = field(default_factory=list)
-    computed: int = 0
-    opened: bool = False
-    preempted: bool = False
-
-    def __post_init__(self) -> None:
-        self.tokens = list(self.prompt)
-        self.parameters = SimpleNamespace(extra_args={"perturbation": {"seed": self.seed}}, seed=None)
-
-
-def _requests(plan: Plan, count: int) -> list[Request]:
-    draws = random.Random(plan.seed)
-    requests = []
-    for number in range(count):
-        prompt = draws.choices(range(plan.vocabulary), k=draws.randrange(1, 12))
-        most = draws.randrange(1, 20)
-        requests.append(Request(name=f"r{number}-{number:08d}", prompt=prompt, most=most, seed=7 * number + 1))
-    return requests
-
-
-def _logits(name: str, position: int, last_token: int, plan: Plan) -> Tensor:
-    """Random logits, (V,), that follow from the request, the position and the last token."""
-    return (_random(name, position, last_token, plan.vocabulary) * 3).to(plan.dtype)
-
-
-def _last_hidden(name: str, position: int, last_token: int, plan: Plan) -> Tensor:
-    """A random last hidden state, (D,), in the same way; its logits have a standard deviation of 3."""
-    return (_random(name, position, last_token, HIDDEN) * 3 / HIDDEN**0.5).to(plan.dtype)
-
-
-def _random(name: str, position: int, last_token: int, size: int) -> Tensor:
-    seed = zlib.crc32(f"{name} {position} {last_token}".encode())
-    return torch.randn(size, generator=torch.Generator().manual_seed(seed))
-
-
-class Head(nn.Module):
-    """A model with an output layer only, each row of which has the same bits in a batch of any size."""
-
-    def __init__(self, weight: Tensor) -> None:
-        """weight: (V, D)."""
-        super().__init__()
-        self.weight = weight
-
-    def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Last hidden states (B, D) to logits (B, V), with the strides of vLLM's padded vocabulary."""
-        vocabulary = len(self.weight)
-        logits = (hidden.unsqueeze(1) * self.weight).sum(dim=-1)
-        return nn.functional.pad(logits, (0, -vocabulary % 64))[:, :vocabulary]
-
-
-class _Engine:
-    """A perturber with the parts of one worker, and no model."""
-
-    def __init__(self, perturbation: Perturbation, device: str, plan: Plan) -> None:
-        self.device = torch.device(device)
-        self.reads_hidden = perturbation.reads_hidden
-        size = (plan.vocabulary, HIDDEN)
-        embedding = nn.Embedding(*size, dtype=plan.dtype).requires_grad_(False)
-        matrix = torch.randn(size, generator=torch.Generator().manual_seed(1))
-        embedding._parameters["weight"] = self.up(matrix.to(plan.dtype))
-        self.embedding = embedding
-        self.store = TrajectoryStore(plan.batch, 4096, size, perturbation.has_parameters)
-        texts = ["1" if token % 5 == 0 else "b" for token in range(plan.vocabulary)]
-        token_bytes = [text.encode() for text in texts]
-        gate = BoundGate(perturbation, lambda: token_bytes, plan.vocabulary, self.store.slots, self.device)
-        override = InputOverride(
-            embedding,
-            max_tokens=512,
-            drawn_rows=rows_of_buffers(plan.batch),
-            hidden=HIDDEN,
-            dtype=plan.dtype,
-            device=self.device,
-        )
-        embeddings = ModelEmbeddings(override.lookup, lambda: embedding.weight, None, lambda: (), lambda: texts)
-        module = perturbation.module(HIDDEN)
-        if module is not None:
-            self._move(module)
-        self.output_layer: OutputLayer | None = None
-        if plan.output_layer:
-            weight = self.up(torch.randn(size, generator=torch.Generator().manual_seed(2)).to(plan.dtype))
-            self.output_layer = OutputLayer(
-                model=Head(weight),
-                tensors=[weight],
-                example=self.up(torch.zeros(1, HIDDEN, dtype=plan.dtype)),
-                vocabulary=plan.vocabulary,
-            )
-        self.perturber = RolloutPerturber(
-            perturbation,
-            self.store,
-            gate,
-            embeddings,
-            override,
-            self.device,
-            module=module,
-            masks=SamplingMaskStore(plan.vocabulary, self.store.slots) if plan.masked else None,
-            output=self.output_layer,
-        )
-        self.requests = RunningRequests(perturbation, self.store, self.perturber, registry.buffers.create("memory"))
-        perturbation.prepare(embeddings)
-
-    def _move(self, module: nn.Module) -> None:
-        """Moves a perturbation's module to the device, which ``Module.to`` cannot do with tensors like these."""
-        module.requires_grad_(False)
-        for submodule in module.modules():
-            for name, parameter in list(submodule._parameters.items()):
-                submodule._parameters[name] = self.up(parameter.data)
-        if hasattr(module, "lambda_start"):
-            module.lambda_start = self.up(module.lambda_start)
-
-    def up(self, tensor: Tensor) -> Any:
-        """The tensor on the device."""
-        return Pretended(tensor) if self.device.type == "cuda" else tensor
-
-    def logits(self, logits: Tensor) -> Any:
-        """Logits (B, V) on the device, with the strides of vLLM's, which pads a vocabulary to a multiple of 64."""
-        vocabulary = logits.shape[-1]
-        return self.up(nn.functional.pad(logits, (0, -vocabulary % 64))[:, :vocabulary])
-
-    def overridden(self) -> tuple[Tensor, Tensor]:
-        """Which rows of the forward are replaced, and the vectors that they get."""
-        sources = host_values(self.embedding.override_sources).long()
-        vector_rows = sources.clamp_min(0)
-        replaced = (sources >= 0) & host_values(self.embedding.override_fed)[vector_rows]
-        return replaced, host_values(self.embedding.override_vectors)[vector_rows]
 
 
 # The records by request, and the vectors that were fed by request and position.
@@ -227,7 +48,7 @@ def _drive(
     warmed_up: Callable[[], None] | None = None,
 ) -> Rollouts:
     """Runs requests to their ends; ``expected``: the vectors that must be fed, by request and position."""
-    engine = _Engine(perturbation, device, plan)
+    engine = Engine(perturbation, device, plan)
     draws = random.Random(plan.seed + 1)
     if warmed_up is not None:
         for rows in (2, 1):
@@ -294,7 +115,7 @@ def _scheduled(coming: list[Request], finished: list[Request]) -> Any:
 
 
 def _compare_rows(
-    engine: _Engine,
+    engine: Engine,
     batch: list[Request],
     starts: np.ndarray,
     counts: np.ndarray,
@@ -327,13 +148,13 @@ def _compare_vector(at: tuple[str, int], replaced: bool, vector: Tensor, expecte
         raise Disagreement(f"{at}: the vector is off by {(vector - expected).abs().max():.3g}")
 
 
-def _draw(engine: _Engine, batch: list[Request], ends: np.ndarray, plan: Plan) -> Tensor:
+def _draw(engine: Engine, batch: list[Request], ends: np.ndarray, plan: Plan) -> Tensor:
     """The next tokens of a batch, (B,), whose forward has ended at these positions."""
     if engine.output_layer is not None:
         return _draw_from_hidden(engine, engine.output_layer, batch, ends, plan)
     rows = []
     for request, end in zip(batch, ends, strict=True):
-        rows.append(_logits(request.name, int(end), request.tokens[end - 1], plan))
+        rows.append(logits_of(request.name, int(end), request.tokens[end - 1], plan))
     logits = torch.stack(rows)
     hidden = logits[:, :HIDDEN].clone()
     if plan.sampling != "all":
@@ -353,12 +174,12 @@ def _draw(engine: _Engine, batch: list[Request], ends: np.ndarray, plan: Plan) -
 
 
 def _draw_from_hidden(
-    engine: _Engine, output_layer: OutputLayer, batch: list[Request], ends: np.ndarray, plan: Plan
+    engine: Engine, output_layer: OutputLayer, batch: list[Request], ends: np.ndarray, plan: Plan
 ) -> Tensor:
     """As :func:`_draw`, where the model has an output layer: a graph computes the logits, if it may."""
     rows = []
     for request, end in zip(batch, ends, strict=True):
-        rows.append(_last_hidden(request.name, int(end), request.tokens[end - 1], plan))
+        rows.append(last_hidden_of(request.name, int(end), request.tokens[end - 1], plan))
     hidden = engine.up(torch.stack(rows))
     temperature = engine.up(torch.ones(len(batch)))
     if engine.reads_hidden:
@@ -377,7 +198,7 @@ def each_alone(perturbation: Perturbation, plan: Plan, count: int) -> tuple[list
     plan_alone = replace(plan, lag=0, preempted=0.0, chunk=1 << 20, batch=1)
     # bfloat16 has many equal logits. A GPU's argmax is the one with the lowest id among them, and a CPU's any of them.
     on_gpu = plan.dtype == torch.bfloat16
-    requests = _requests(plan, count)
+    requests = requests_of(plan, count)
     with pretended_cuda() if on_gpu else nullcontext(), torch.inference_mode():
         for request in requests:
             records, fed = _drive(perturbation, "cuda" if on_gpu else "cpu", [request], plan_alone)
@@ -388,7 +209,7 @@ def each_alone(perturbation: Perturbation, plan: Plan, count: int) -> tuple[list
 
 def together(perturbation: Perturbation, plan: Plan, count: int) -> tuple[list[list[int]], dict[str, Any], Any]:
     """Runs requests together on the pretended GPU: their tokens, the records, and the vectors that were fed."""
-    requests = _requests(plan, count)
+    requests = requests_of(plan, count)
     with pretended_cuda(plan.lag), torch.inference_mode():
         records, fed = _drive(perturbation, "cuda", requests, plan)
     return [request.tokens for request in requests], records, fed
@@ -419,7 +240,7 @@ def simulate(
     """
     requests_alone, records_alone, fed_alone = each_alone(perturbation, plan, count)
     tokens_alone = {request.name: request.tokens for request in requests_alone}
-    requests = _requests(plan, count)
+    requests = requests_of(plan, count)
     with pretended(plan.lag) as device, torch.inference_mode():
         records, _fed = _drive(perturbation, "cuda", requests, plan, fed_alone, warmed_up)
     for request in requests:

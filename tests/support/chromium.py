@@ -23,7 +23,11 @@ _FLAGS = (
 
 def find() -> str | None:
     """The browser's path: the environment's CHROMIUM, or the first of the usual names."""
-    return os.environ.get("CHROMIUM") or next((path for name in NAMES if (path := shutil.which(name))), None)
+    named = os.environ.get("CHROMIUM")
+    if named:
+        return named
+    installed = filter(None, map(shutil.which, NAMES))
+    return next(installed, None)
 
 
 class Chromium:
@@ -36,23 +40,24 @@ class Chromium:
         self._target: str | None = None
         self._last = 0
         self._buffer = b""
-        take, self._commands = os.pipe()
-        self._answers, give = os.pipe()
+        browser_input, self._commands = os.pipe()
+        self._answers, browser_output = os.pipe()
         # Above 9, so that neither is overwritten when they become 3 and 4 in the browser.
-        take, give = (_raised(take), _raised(give))
+        browser_input = _raised(browser_input)
+        browser_output = _raised(browser_output)
         self._process = subprocess.Popen(
             [
-                *("bash", "-c", f'exec "$@" 3<&{take} 4>&{give}', "bash"),
+                *("bash", "-c", f'exec "$@" 3<&{browser_input} 4>&{browser_output}', "bash"),
                 *(binary, *_FLAGS.split(), f"--user-data-dir={profile}", "about:blank"),
             ],
-            pass_fds=(take, give),
+            pass_fds=(browser_input, browser_output),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
-        os.close(take)
-        os.close(give)
+        os.close(browser_input)
+        os.close(browser_output)
 
     def __enter__(self) -> Chromium:
         return self
@@ -87,7 +92,9 @@ class Chromium:
         self.events.clear()
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.call(f"{domain}.enable")
-        metrics = {"width": window[0], "height": window[1], "deviceScaleFactor": 2 if touch else 1, "mobile": touch}
+        width, height = window
+        pixels_per_point = 2 if touch else 1
+        metrics = {"width": width, "height": height, "deviceScaleFactor": pixels_per_point, "mobile": touch}
         self.call("Emulation.setDeviceMetricsOverride", **metrics)
         self.call("Emulation.setTouchEmulationEnabled", enabled=touch)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
@@ -131,19 +138,21 @@ class Chromium:
 
     def complaints(self) -> list[str]:
         """Exceptions, console errors and warnings, and log entries of the page."""
-        found = []
+        complaints = []
         for event in self.events:
-            method, params = event.get("method"), event.get("params", {})
+            method = event.get("method")
+            params = event.get("params", {})
             bad_call = method == "Runtime.consoleAPICalled" and params["type"] in ("error", "warning", "assert")
             bad_entry = method == "Log.entryAdded" and params["entry"]["level"] in ("error", "warning")
             if method == "Runtime.exceptionThrown" or bad_call or bad_entry:
-                found.append(json.dumps(params))
-        return found
+                complaints.append(json.dumps(params))
+        return complaints
 
     def requests(self) -> list[str]:
         """Every address that the page asked for, data: addresses aside."""
         sent = [event["params"] for event in self.events if event.get("method") == "Network.requestWillBeSent"]
-        return [url for params in sent if not (url := params["request"]["url"]).startswith("data:")]
+        urls = [params["request"]["url"] for params in sent]
+        return [url for url in urls if not url.startswith("data:")]
 
     def _read(self) -> dict[str, Any]:
         until = time.monotonic() + self.timeout
@@ -151,10 +160,10 @@ class Chromium:
             ready, _, _ = select.select([self._answers], [], [], max(0.0, until - time.monotonic()))
             if not ready:
                 raise TimeoutError(f"Chromium did not answer in {self.timeout:g} s")
-            got = os.read(self._answers, 1 << 20)
-            if not got:
+            received = os.read(self._answers, 1 << 20)
+            if not received:
                 raise OSError(f"Chromium ended with exit code {self._process.wait()}")
-            self._buffer += got
+            self._buffer += received
         line, _, self._buffer = self._buffer.partition(b"\0")
         return json.loads(line)
 

@@ -19,7 +19,7 @@ print(json.dumps([seconds, sorted(name for name in sys.modules if "." not in nam
 def probe(statement: str) -> tuple[float, set[str]]:
     """Runs a statement in a fresh interpreter: its seconds, and the top-level modules loaded after it."""
     command = [sys.executable, "-c", PROBE.format(statement=statement)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    seconds, modules = json.loads(done.stdout)
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr
+    seconds, modules = json.loads(process.stdout)
     return seconds, set(modules)

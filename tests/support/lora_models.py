@@ -7,15 +7,32 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 VOCABULARY = 64
-_SIZES: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
-_SIZES |= {"num_attention_heads": 2, "num_key_value_heads": 2, "initializer_range": 0.2}
-_SIZES |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "max_position_embeddings": 64}
-_GPT2: dict[str, Any] = {"vocab_size": VOCABULARY, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 64}
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.2,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "max_position_embeddings": 64,
+}
+_GPT2: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "n_embd": 16,
+    "n_layer": 2,
+    "n_head": 2,
+    "n_positions": 64,
+    "initializer_range": 0.2,
+}
 _EXPERTS: dict[str, Any] = {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "untied": ("llama", {**_SIZES, "tie_word_embeddings": False}),
     "tied": ("qwen3", {**_SIZES, "head_dim": 8, "tie_word_embeddings": True}),
-    "conv1d": ("gpt2", {**_GPT2, "initializer_range": 0.2}),
+    "conv1d": ("gpt2", _GPT2),
     "mixture": ("qwen3_moe", {**_SIZES, **_EXPERTS}),
 }
 
@@ -25,8 +42,9 @@ def base_model(name: str) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     model_type, options = MODELS[name]
+    config = AutoConfig.for_model(model_type, **options)
     torch.manual_seed(3)
-    return AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **options), dtype=torch.float32).eval()
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
 
 
 def adapted(base: Any, **options: Any) -> Any:

@@ -33,8 +33,9 @@ def memory_of(action: Callable[[], Any]) -> tuple[int, int]:
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         kept = action()  # noqa: F841
     held = peak = 0
-    events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
-    for event in sorted(events, key=lambda event: event.start_ns()):
+    events = profiled.profiler.kineto_results.events()
+    memory_events = [event for event in events if event.name() == "[memory]"]
+    for event in sorted(memory_events, key=lambda event: event.start_ns()):
         held += event.nbytes()
         peak = max(peak, held)
     return peak, held
@@ -42,8 +43,15 @@ def memory_of(action: Callable[[], Any]) -> tuple[int, int]:
 
 def logit_bytes(*, train: bool) -> float:
     """Bytes of a logit at the peak of a forward pass, and of its backward pass."""
-    shape = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 1, "num_key_value_heads": 1}
-    config = LlamaConfig(num_hidden_layers=1, vocab_size=VOCABULARY, max_position_embeddings=TOKENS, **shape)
+    config = LlamaConfig(
+        num_hidden_layers=1,
+        vocab_size=VOCABULARY,
+        max_position_embeddings=TOKENS,
+        hidden_size=16,
+        intermediate_size=16,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+    )
     with tempfile.TemporaryDirectory() as folder:
         LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
         actor = Actor(folder, attn_implementation="sdpa", param_dtype="bf16")
@@ -57,7 +65,8 @@ def logit_bytes(*, train: bool) -> float:
         return output
 
     with nullcontext() if train else torch.no_grad():
-        return memory_of(step)[0] / (TOKENS * VOCABULARY)
+        peak, _held = memory_of(step)
+    return peak / (TOKENS * VOCABULARY)
 
 
 def peaks(stage: int, micro_batches: int) -> tuple[int, int]:
@@ -69,7 +78,8 @@ def peaks(stage: int, micro_batches: int) -> tuple[int, int]:
     config |= {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": micro_batches}
     engine, *_ = deepspeed.initialize(model=model, config=config, model_parameters=model.parameters())
     row = torch.ones(1, WIDTH, dtype=torch.bfloat16)
-    backward = update = 0
+    backward = 0
+    update = 0
     for _ in range(2):
         held = 0
         for _ in range(micro_batches):

@@ -14,7 +14,9 @@ LOGGED = {"rollout/reward_mean": 0.5, "timing/step_total": 1.0}
 
 class _ActorPPOTrainer:
     def __init__(self, actor: Any, loss: Any, step: Callable[..., Any]) -> None:
-        self.actor, self.actor_loss_fn, self._step = actor, loss, step
+        self.actor = actor
+        self.actor_loss_fn = loss
+        self._step = step
 
     def training_step(self, experience: Any, kl_ctl: float, step: int, *args: object) -> Any:
         return self._step(self, experience, kl_ctl, step, *args)
@@ -27,8 +29,12 @@ def training_step(actor: Any, loss: Any, step: Callable[..., Any], experience: A
 
 class _RemoteExperienceMaker:
     def __init__(self, compute: Callable[[list[Any]], Any] | None, **attributes: Any) -> None:
-        self._compute, self.tokenizer = compute, None
-        self.args = SimpleNamespace(data=SimpleNamespace(max_len=1 << 20), rollout=SimpleNamespace(max_new_tokens=1))
+        self._compute = compute
+        self.tokenizer = None
+        self.args = SimpleNamespace(
+            data=SimpleNamespace(max_len=1 << 20),
+            rollout=SimpleNamespace(max_new_tokens=1),
+        )
         for name, value in attributes.items():
             setattr(self, name, value)
 

@@ -29,8 +29,12 @@ UNCOMPILED = {"TORCHDYNAMO_DISABLE": "1"}
 
 def with_vision() -> dict[str, str]:
     """For an uncompiled process that finds the project, and torchvision where `make vision` put it."""
-    paths = [str(ROOT), *([str(VISION)] if VISION.is_dir() else []), os.environ.get("PYTHONPATH", "")]
-    return {"PYTHONPATH": os.pathsep.join(filter(None, paths)), **UNCOMPILED}
+    paths = [str(ROOT)]
+    if VISION.is_dir():
+        paths.append(str(VISION))
+    if os.environ.get("PYTHONPATH"):
+        paths.append(os.environ["PYTHONPATH"])
+    return {"PYTHONPATH": os.pathsep.join(paths), **UNCOMPILED}
 
 
 def run_module(module: str, *arguments: str, env: dict[str, str] | None = None) -> str:
@@ -50,8 +54,9 @@ def run_module(module: str, *arguments: str, env: dict[str, str] | None = None) 
 
 def result_of(module: str, *arguments: str) -> Any:
     """The JSON on the line of the result."""
-    printed = run_module(module, *arguments)
-    return json.loads(next(line for line in printed.splitlines() if line.startswith(RESULT)).removeprefix(RESULT))
+    lines = run_module(module, *arguments).splitlines()
+    result = next(line for line in lines if line.startswith(RESULT))
+    return json.loads(result.removeprefix(RESULT))
 
 
 def run_two_ranks(module: str, *arguments: str, timeout: float = 240.0, ranks: int = 2) -> list[str]:

@@ -28,7 +28,9 @@ class Actor(nn.Module):
         self.model = Language()
 
     def forward(self, sequences: Tensor, action_mask: Tensor, attention_mask: Tensor) -> Tensor:
-        log_probs = hooked(self.model(sequences) / self.temperature, torch.roll(sequences, -1, 1))[:, :-1]
+        logits = self.model(sequences) / self.temperature
+        labels = torch.roll(sequences, -1, 1)
+        log_probs = hooked(logits, labels)[:, :-1]
         return log_probs[:, -action_mask.shape[1] :] * action_mask
 
 

@@ -24,9 +24,9 @@ def refused(section: str) -> list[list[Any]]:
 
 def run_of(*, sampling: Mapping[str, Any] | None = None, **values: Any) -> RunConfig:
     """A run with specs by their kind's name, its sampling's options, and further attributes."""
-    specs = {name: values.pop(name) for name in list(values) if name in KINDS}
-    specs = {name: spec for name, spec in specs.items() if spec is not None}
-    return RunConfig(specs=specs, sampling=Sampling(**(sampling or {})), **values)
+    specs = {name: spec for name, spec in values.items() if name in KINDS and spec is not None}
+    attributes = {name: value for name, value in values.items() if name not in KINDS}
+    return RunConfig(specs=specs, sampling=Sampling(**(sampling or {})), **attributes)
 
 
 def run_with(monkeypatch: pytest.MonkeyPatch, **values: Any) -> None:

@@ -29,7 +29,13 @@ def _rows(name: str) -> list[dict[str, Any]]:
 
 
 _PAIRS = [Pair(**row) for row in _rows("scorer_pairs.jsonl")]
-MATH, CHOICE = ([pair for pair in _PAIRS if bool(pair.options) is choice] for choice in (False, True))
-# Math cases have gold, response and right; letter cases a response and the letter of four gases; forms are equal.
-_KEYS = ("gold", "letter", "forms")
-MATH_CASES, LETTER_CASES, FORMS = ([row for row in _rows("scorer_cases.jsonl") if key in row] for key in _KEYS)
+MATH = [pair for pair in _PAIRS if not pair.options]
+CHOICE = [pair for pair in _PAIRS if pair.options]
+
+_CASES = _rows("scorer_cases.jsonl")
+MATH_CASES = [row for row in _CASES if "gold" in row]
+"""Cases with gold, response and right."""
+LETTER_CASES = [row for row in _CASES if "letter" in row]
+"""Cases with a response and the letter of four gases."""
+FORMS = [row for row in _CASES if "forms" in row]
+"""Cases whose forms are equal."""

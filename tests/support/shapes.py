@@ -101,19 +101,23 @@ def _called(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
 def _require(owner: Callable[..., Any], name: str, value: Any, hint: Any) -> None:
     """Raises ``WrongShape`` for a value that is none of the arrays that a hint names; other hints are not looked at."""
     if isinstance(value, Mapping):
-        for key, part in value.items():
-            _require(owner, f"{name}[{key!r}]", part, (typing.get_args(hint) or (None,))[-1])
+        arguments = typing.get_args(hint)
+        value_hint = arguments[-1] if arguments else None
+        for key, item in value.items():
+            _require(owner, f"{name}[{key!r}]", item, value_hint)
         return
-    arrays = [kind for kind in _parts(hint) if isinstance(kind, type) and issubclass(kind, AbstractArray)]
-    if not arrays or (value is None and type(None) in _parts(hint)):
+    kinds = _alternatives(hint)
+    arrays = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, AbstractArray)]
+    is_allowed_none = value is None and type(None) in kinds
+    if not arrays or is_allowed_none:
         return
     if not any(isinstance(value, kind) for kind in arrays):
-        is_tensor = isinstance(value, torch.Tensor)
-        seen = f"{value.dtype} {tuple(value.shape)}" if is_tensor else type(value).__name__
-        raise WrongShape(f"{owner.__qualname__}: {name} is {seen}; annotated as {hint}")
+        kind = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+        raise WrongShape(f"{owner.__qualname__}: {name} is {kind}; annotated as {hint}")
 
 
-def _parts(hint: Any) -> Iterator[Any]:
+def _alternatives(hint: Any) -> tuple[Any, ...]:
+    """The members of a union; a hint that is none is its only member."""
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
-        return iter(typing.get_args(hint))
-    return iter((hint,))
+        return typing.get_args(hint)
+    return (hint,)

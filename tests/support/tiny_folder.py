@@ -17,9 +17,17 @@ def tiny_language_model(folder: Path, tokenizer_folder: str) -> str:
     Returns:
         The folder.
     """
-    options = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2}
-    options |= {"tie_word_embeddings": False, "initializer_range": 0.2}
-    return tiny_folder(folder, tokenizer_folder, "llama", head_scale=LOGIT_SCALE, **options)
+    return tiny_folder(
+        folder,
+        tokenizer_folder,
+        "llama",
+        head_scale=LOGIT_SCALE,
+        hidden_size=64,
+        intermediate_size=128,
+        num_attention_heads=2,
+        tie_word_embeddings=False,
+        initializer_range=0.2,
+    )
 
 
 def tiny_folder(folder: Path, tokenizer_folder: str, model_type: str, head_scale: float = 1.0, **options: Any) -> str:
@@ -38,8 +46,15 @@ def tiny_folder(folder: Path, tokenizer_folder: str, model_type: str, head_scale
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-    sizes = {"vocab_size": 49152, "hidden_size": 128, "intermediate_size": 256, "max_position_embeddings": 512}
-    sizes |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes = {
+        "vocab_size": 49152,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "max_position_embeddings": 512,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
     config = AutoConfig.for_model(model_type, **{**sizes, **options})
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)

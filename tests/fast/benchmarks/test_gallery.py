@@ -22,7 +22,7 @@ def test_a_picture_is_drawn_from_the_committed_results(picture: gallery.Picture)
     ("name", "anchor"), [("local_optimum", "a-local-optimum"), ("two_peaks", "two-peaks"), ("sums", "sums-eight-steps")]
 )
 def test_times_are_those_of_the_runs(name: str, anchor: str) -> None:
-    (picture,) = [each for each in gallery.PICTURES if each.name == name]
+    (picture,) = [picture for picture in gallery.PICTURES if picture.name == name]
     results = gallery.published(picture)
     low, high = gallery.minutes(results)
     (row,) = [line for line in PAGE.splitlines() if line.startswith("|") and f"(#{anchor})" in line]

@@ -8,7 +8,7 @@ import time
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -26,62 +26,99 @@ MACHINE = {"gpu": None, "processor": "a processor", "cores": 2, "python": "3.11"
 HERE = "no GPU, a processor"
 
 
-def stage(kind: str, seconds: float = 5.0, **more: Any) -> Stage:
-    settings = {"arguments": {"kind": kind}, "env": {"SEEN": kind}, "needs": (), **more}
-    return Stage(f"test-{kind}", gpu_stage.__name__, seconds, f"what is {kind}", **settings)
+def stage(kind: str, seconds: float = 5.0, **fields: Any) -> Stage:
+    defaults = {"arguments": {"kind": kind}, "env": {"SEEN": kind}, "needs": ()}
+    return Stage(f"test-{kind}", gpu_stage.__name__, seconds, f"what is {kind}", **{**defaults, **fields})
 
 
-def go(
-    path: Path, *chosen: Stage, limit: float = 300.0, machine: dict[str, Any] = MACHINE
-) -> tuple[bool, list[str], dict]:
-    """Runs stages: whether all were good, the lines, the file of figures."""
-    told: list[str] = []
-    good = run.run(chosen, path, machine, limit=limit, report=told.append)
-    return good, told, json.loads(path.read_text()) if path.exists() else {}
+class Outcome(NamedTuple):
+    """What a call did.
+
+    Attributes:
+        good: whether all stages were.
+        lines: what was reported.
+        figures: the content of the file of figures.
+        path: of that file.
+    """
+
+    good: bool
+    lines: list[str]
+    figures: dict[str, Any]
+    path: Path
+
+
+def go(path: Path, *stages: Stage, limit: float = 300.0, machine: dict[str, Any] = MACHINE) -> Outcome:
+    """Runs stages."""
+    lines: list[str] = []
+    good = run.run(stages, path, machine, limit=limit, report=lines.append)
+    figures = json.loads(path.read_text()) if path.exists() else {}
+    return Outcome(good, lines, figures, path)
 
 
 @pytest.fixture(scope="module")
-def outcome(tmp_path_factory: pytest.TempPathFactory) -> tuple[bool, list[str], dict[str, Any], Path]:
+def outcome(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     path = tmp_path_factory.mktemp("figures") / "gpu.json"
-    kinds = ["error", "bad row", "killed", "good", "wrong"]
-    others = [stage("absent", needs=("no_such_module",)), stage("two", gpus=2), stage("long", 1000.0)]
-    return *go(path, *map(stage, kinds), *others, stage("slow", 0.2)), path
+    return go(
+        path,
+        stage("error"),
+        stage("bad row"),
+        stage("killed"),
+        stage("good"),
+        stage("wrong"),
+        stage("absent", needs=("no_such_module",)),
+        stage("two", gpus=2),
+        stage("long", 1000.0),
+        stage("slow", 0.2),
+    )
 
 
-def test_each_stage_ends_in_its_own_way_and_the_others_go_on(outcome: tuple) -> None:
-    good, told, found, _ = outcome
-    assert not good
-    failed = dict.fromkeys(("test-error", "test-bad row", "test-killed", "test-slow"), "failed")
-    states = {name: entry["state"] for name, entry in found.items()}
-    assert states == {"test-good": "done", "test-wrong": "done", **failed}
-    entry = found["test-good"]
-    assert entry["rows"][0]["environment"] == "good" and entry["gpu"] == HERE and entry["good"]
-    assert entry["commit"] and entry["seconds"] > 0 and not found["test-wrong"]["good"]
-    assert found["test-error"]["verdict"] == "failed: with the device"
-    assert len(found["test-error"]["rows"]) == 1, "what was there before the error is kept"
-    assert found["test-bad row"]["verdict"] == "failed: this engine did not start"
-    assert "exit status -9" in found["test-killed"]["verdict"]
-    assert found["test-slow"]["verdict"].startswith("cut off after"), "ten times its estimate"
-    lines = "\n".join(told)
+def test_each_stage_ends_in_its_own_way_and_the_others_go_on(outcome: Outcome) -> None:
+    assert not outcome.good
+    figures = outcome.figures
+    assert {name: stage_figures["state"] for name, stage_figures in figures.items()} == {
+        "test-good": "done",
+        "test-wrong": "done",
+        "test-error": "failed",
+        "test-bad row": "failed",
+        "test-killed": "failed",
+        "test-slow": "failed",
+    }
+    good = figures["test-good"]
+    assert good["rows"][0]["environment"] == "good"
+    assert good["gpu"] == HERE
+    assert good["good"]
+    assert good["commit"]
+    assert good["seconds"] > 0
+    assert not figures["test-wrong"]["good"]
+    assert figures["test-error"]["verdict"] == "failed: with the device"
+    assert len(figures["test-error"]["rows"]) == 1, "what was there before the error is kept"
+    assert figures["test-bad row"]["verdict"] == "failed: this engine did not start"
+    assert "exit status -9" in figures["test-killed"]["verdict"]
+    assert figures["test-slow"]["verdict"].startswith("cut off after"), "ten times its estimate"
+    lines = "\n".join(outcome.lines)
     assert f"{HERE}  test-good: 1 rows (" in lines
     assert f"{HERE}  test-absent: skipped: no_such_module not installed" in lines
     assert f"{HERE}  test-two: skipped: needs 2 GPUs, there is 1" in lines
     assert f"{HERE}  test-long: not started: it takes about 1000 s, " in lines
-    assert told[-1] == "left for the next call: test-long"
+    assert outcome.lines[-1] == "left for the next call: test-long"
 
 
 def test_a_later_call_leaves_what_is_done_and_puts_failures_last(
-    outcome: tuple, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    outcome: Outcome, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "gpu.json"
-    path.write_text(outcome[3].read_text())
-    good, told, found = go(path, stage("error"), stage("good"), stage("fresh"))
-    assert [line.split(": ")[0].split("  ")[1] for line in told] == ["test-good", "test-fresh", "test-error"]
-    assert told[0] == f"{HERE}  test-good: done before: 1 rows" and not good
-    assert found["test-good"] == outcome[2]["test-good"]
-    assert "done before" not in go(path, stage("good"), machine={**MACHINE, "processor": "another"})[1][0]
+    path.write_text(outcome.path.read_text())
+    later = go(path, stage("error"), stage("good"), stage("fresh"))
+    assert not later.good
+    names = [line.split(": ")[0].split("  ")[1] for line in later.lines]
+    assert names == ["test-good", "test-fresh", "test-error"]
+    assert later.lines[0] == f"{HERE}  test-good: done before: 1 rows"
+    assert later.figures["test-good"] == outcome.figures["test-good"]
+    on_another = go(path, stage("good"), machine={**MACHINE, "processor": "another"})
+    assert "done before" not in on_another.lines[0]
     monkeypatch.setattr(run, "_sources", lambda: "0")
-    assert "done before" not in go(path, stage("good"))[1][0], "figures of other sources are replaced"
+    with_other_sources = go(path, stage("good"))
+    assert "done before" not in with_other_sources.lines[0], "figures of other sources are replaced"
 
 
 @pytest.mark.more
@@ -94,12 +131,12 @@ def test_a_killed_run_ends_its_stage_and_is_resumed(tmp_path: Path) -> None:
             assert process.poll() is None
             time.sleep(0.1)
         process.kill()
-    found = json.loads(path.read_text())
-    assert ends(found["test-slow"]["rows"][0]["pid"]), "the stage continues without its parent"
+    figures = json.loads(path.read_text())
+    assert ends(figures["test-slow"]["rows"][0]["pid"]), "the stage continues without its parent"
     quick = replace(stage("slow"), arguments={"kind": "good"})
-    _, told, found = go(path, stage("good"), quick)
-    assert told[0] == f"{HERE}  test-good: done before: 1 rows"
-    assert found["test-slow"]["state"] == "done"
+    resumed = go(path, stage("good"), quick)
+    assert resumed.lines[0] == f"{HERE}  test-good: done before: 1 rows"
+    assert resumed.figures["test-slow"]["state"] == "done"
 
 
 def test_a_second_call_beside_the_first_is_refused() -> None:
@@ -111,24 +148,27 @@ def test_a_second_call_beside_the_first_is_refused() -> None:
 
 
 def test_stages_have_names_of_their_own_and_the_rehearsal_runs_every_module() -> None:
-    full, rehearsal = stages(False), stages(True)
-    for found in (full, rehearsal):
-        assert len({each.name for each in found}) == len(found)
-        json.dumps([each.arguments for each in found])
-    assert {each.module for each in full} == {each.module for each in rehearsal}
+    full = stages(False)
+    rehearsal = stages(True)
+    for selection in (full, rehearsal):
+        assert len({one.name for one in selection}) == len(selection)
+        json.dumps([one.arguments for one in selection])
+    assert {one.module for one in full} == {one.module for one in rehearsal}
 
 
 def test_half_an_hour_in_calls_of_ten_minutes_has_what_matters_most_first() -> None:
     """A call skips what does not fit its time, so that a bad estimate would let a lesser stage go first."""
-    open_stages, calls = stages(False), []
+    open_stages = [one for one in stages(False) if one.gpus == 1]
+    calls = []
     while open_stages:
-        left, started = 600.0 - run._GRACE, []
+        seconds_left = 600.0 - run._GRACE
+        started = []
         for one in open_stages:
-            if one.gpus == 1 and one.seconds <= left:
+            if one.seconds <= seconds_left:
                 started.append(one)
-                left -= one.seconds
-        open_stages = [one for one in open_stages if one.gpus == 1 and one not in started]
+                seconds_left -= one.seconds
         assert started, f"no call of ten minutes has time for {open_stages[0].name}"
+        open_stages = [one for one in open_stages if one not in started]
         calls.append([one.name for one in started])
     assert calls[0][:3] == ["first-step", "first-step-offload", "training"]
     assert calls[1][:2] == ["throughput", "exact-graphs-bfloat16"]
@@ -159,7 +199,7 @@ SPEED = {"perturbation": "gumbel", "rate": 1.0, "sequences": 64, "ratio": 0.98, 
 
 
 @pytest.mark.parametrize(
-    ("module", "rows", "good", "told"),
+    ("module", "rows", "good", "beginning"),
     [
         (exactness, [{**ROW, "perturbation": "(off)"}, {**ROW, "mean": 3e-3}], False, "NOT EXACT: gumbel 1; "),
         (training, [STEP, {**STEP, "gap_perturbed_mean": 3e-3}], False, "NOT EXACT; 2 steps"),
@@ -168,13 +208,14 @@ SPEED = {"perturbation": "gumbel", "rate": 1.0, "sequences": 64, "ratio": 0.98, 
         (throughput, [SPEED, {**SPEED, "ratio": 0.9}], True, "BELOW 0.97 of stock; ratio 0.900"),
     ],
 )
-def test_verdicts(module: Any, rows: list[dict[str, Any]], good: bool, told: str) -> None:
-    found, text = module.judge(rows)
-    assert found == good and text.startswith(told)
+def test_verdicts(module: Any, rows: list[dict[str, Any]], good: bool, beginning: str) -> None:
+    is_good, verdict = module.judge(rows)
+    assert is_good == good
+    assert verdict.startswith(beginning)
 
 
 @pytest.mark.parametrize(
-    ("row", "changed", "told"),
+    ("row", "changed", "beginning"),
     [
         (1, {"gradient_norm": float("nan")}, "NOT TRAINED: gradient norm nan in update 1; "),
         (1, {"gradient_norm": 0.0}, "NOT TRAINED: gradient norm 0.0 in update 1; "),
@@ -185,11 +226,12 @@ def test_verdicts(module: Any, rows: list[dict[str, Any]], good: bool, told: str
         (0, {}, "trained; FusedAdam, gradient norms 1, 1, 1, an update 90 ms, 8.0 GiB of the device, checkpoint 7 GiB"),
     ],
 )
-def test_verdicts_of_the_first_steps(row: int, changed: dict[str, float], told: str) -> None:
-    rows = [dict(one) for one in FIRST_STEPS]
+def test_verdicts_of_the_first_steps(row: int, changed: dict[str, float], beginning: str) -> None:
+    rows = [dict(figures) for figures in FIRST_STEPS]
     rows[row].update(changed)
-    good, text = first_step.judge(rows)
-    assert good == (not changed) and text.startswith(told)
+    is_good, verdict = first_step.judge(rows)
+    assert is_good == (not changed)
+    assert verdict.startswith(beginning)
 
 
 @pytest.mark.skipif(find_spec("openrlhf") is None, reason="needs OpenRLHF's own parser")
@@ -198,23 +240,30 @@ def test_openrlhf_takes_the_flags_of_the_trainings(tmp_path: Path) -> None:
     hybrid = ["--train.colocate_all", "--vllm.enable_sleep", "--actor.num_gpus_per_node", "1"]
     hybrid += ["--vllm.num_engines", "1", "--ref.num_gpus_per_node", "1"]
     ours = ("--hardware", "--perturbation", "--perturbation.rate", "--run-dir", "--log-file", "--model")
-    for each in (each for each in stages(False) if each.module == "training"):
-        words = training.flags({**each.arguments, "model": "m"}, tmp_path, "m")
+    for one in stages(False):
+        if one.module != "training":
+            continue
+        words = training.flags({**one.arguments, "model": "m"}, tmp_path, "m")
         assert words[:4] == ["--hardware", "cuda", "--perturbation", "neighbor"]
-        theirs = [word for pair in zip(words[::2], words[1::2]) if pair[0] not in ours for word in pair]
+        theirs = []
+        for flag, value in zip(words[::2], words[1::2]):
+            if flag not in ours:
+                theirs += [flag, value]
         args = Flags(["--actor.model_name_or_path", "m", *theirs, *hybrid]).args
         assert args["algo.kl.init_coef"] > 0, "else there is no reference model"
-        assert args["ckpt.save_steps"] == each.arguments["steps"]
+        assert args["ckpt.save_steps"] == one.arguments["steps"]
 
 
 def test_the_first_steps_have_the_plan_of_a_training_on_a_gpu() -> None:
     """The default placement there moves states to the host between updates; each stage decides on the offload."""
     model = models.made("tiny", weights=False)
-    for one in (one for one in stages(False) if one.module == "first_step"):
-        asked = parse.run_config(first_step.words(dict(one.arguments), model))
+    for one in stages(False):
+        if one.module != "first_step":
+            continue
+        run_config = parse.run_config(first_step.words(dict(one.arguments), model))
         for gigabytes in (24, 80):
-            on_a_gpu = replace(asked, machine=placement.Machine((1,), gigabytes * 1e9, "made up"))
-            flags = Flags(asked.openrlhf).without_false()
+            on_a_gpu = replace(run_config, machine=placement.Machine((1,), gigabytes * 1e9, "made up"))
+            flags = Flags(run_config.openrlhf).without_false()
             args = CompleteRun(run=on_a_gpu, flags=flags).on_machine().args
             assert args["ds.adam_offload"] == one.arguments["offload"]
             assert args["ds.enable_sleep"] and args["ds.zero_stage"] == 2 and args["ds.param_dtype"] == "bf16"
@@ -223,6 +272,11 @@ def test_the_first_steps_have_the_plan_of_a_training_on_a_gpu() -> None:
 @pytest.mark.parametrize("rehearse", [True, False])
 def test_float32_is_float32_in_every_stage_of_exactness(rehearse: bool) -> None:
     """Triton's own default for products of float32 is TF32."""
-    exact = [one for one in stages(rehearse) if one.module == "exactness"]
-    kinds = {(one.arguments["dtype"], one.env.get("TRITON_F32_DEFAULT")) for one in exact}
-    assert kinds == {("float32", "ieee")} | (set() if rehearse else {("bfloat16", None)})
+    settings = set()
+    for one in stages(rehearse):
+        if one.module == "exactness":
+            settings.add((one.arguments["dtype"], one.env.get("TRITON_F32_DEFAULT")))
+    expected = {("float32", "ieee")}
+    if not rehearse:
+        expected.add(("bfloat16", None))
+    assert settings == expected

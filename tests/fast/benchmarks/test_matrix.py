@@ -14,11 +14,19 @@ ROOT = Path(__file__).resolve().parents[3]
 def test_every_supported_release_is_in_it() -> None:
     first, last = (int(end.removeprefix("0.")) for end in versions.VLLM.split(" to "))
     minors = sorted(int(release.split(".")[1]) for release in matrix.RELEASES)
-    assert minors == list(range(first, last + 1)) and all(map(versions.is_supported_vllm, matrix.RELEASES))
+    assert minors == list(range(first, last + 1))
+    assert all(map(versions.is_supported_vllm, matrix.RELEASES))
     assert versions.VLLM_LAST in matrix.RELEASES
-    beyond = [f"0.{minor}.0" for minor in range(last + 1, int(versions.VLLM_OF_ROLLOUTS.rpartition(".")[2]) + 1)]
-    assert set(beyond) == set(matrix.ROLLOUT_ONLY) and all(map(versions.has_rollouts, beyond))
-    assert not versions.has_rollouts("0.34.0") and not any(map(versions.is_supported_vllm, beyond))
+
+
+def test_later_releases_are_for_rollouts_only() -> None:
+    last = int(versions.VLLM.rpartition("0.")[2])
+    last_of_rollouts = int(versions.VLLM_OF_ROLLOUTS.rpartition(".")[2])
+    later = [f"0.{minor}.0" for minor in range(last + 1, last_of_rollouts + 1)]
+    assert set(later) == set(matrix.ROLLOUT_ONLY)
+    assert all(map(versions.has_rollouts, later))
+    assert not any(map(versions.is_supported_vllm, later))
+    assert not versions.has_rollouts("0.34.0")
 
 
 def test_the_docs_have_its_table() -> None:

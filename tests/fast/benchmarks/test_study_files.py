@@ -25,12 +25,12 @@ def plan(file: Path, task: str = "shortcut:late") -> Plan:
     return read_plan(["--config", str(file), "--task", task])[0]
 
 
-def calls_of(script: Path, folder: Path, **given: str) -> list[list[str]]:
+def calls_of(script: Path, folder: Path, **variables: str) -> list[list[str]]:
     """The words of every `ngrpo compare` that a script starts."""
     (folder / "ngrpo").write_text(STUB)
     (folder / "ngrpo").chmod(0o755)
     path = os.pathsep.join([str(folder), str(Path(sys.executable).parent), os.environ["PATH"]])
-    env = {**os.environ, "PATH": path, "CALLS": str(folder / "calls"), **given}
+    env = {**os.environ, "PATH": path, "CALLS": str(folder / "calls"), **variables}
     subprocess.run(["bash", str(script), str(folder / "out")], env=env, capture_output=True, check=False)
     return [json.loads(line) for line in (folder / "calls").read_text().splitlines()]
 
@@ -41,9 +41,19 @@ def calls_of(script: Path, folder: Path, **given: str) -> list[list[str]]:
 def test_groups_of_arms_are_taken_one_after_another(task: str, file: str, tmp_path: Path) -> None:
     """run.sh gives `ngrpo compare` the groups up to one, then up to the next: the arms of the whole file in the end."""
     calls = calls_of(SECOND / "run.sh", tmp_path, TASKS=task)
-    configs = [Path(call[call.index("--config") + 1]) for call in calls]
-    arms = [[arm.id for arm in plan(config, task).arms] for config in configs]
-    assert len(arms) == (SECOND / f"{file}.yaml").read_text().count("# group ") == len(set(configs))
-    assert arms[-1] == [arm.id for arm in plan(SECOND / f"{file}.yaml", task).arms] and arms[0][0] == "none"
-    assert all(shorter == longer[: len(shorter)] != longer for shorter, longer in itertools.pairwise(arms))
-    assert all(call[call.index("--out") + 1] == str(tmp_path / "out" / task.replace(":", "-")) for call in calls)
+    configs = [Path(value_of(call, "--config")) for call in calls]
+    arms_by_call = [[arm.id for arm in plan(config, task).arms] for config in configs]
+    whole_file = SECOND / f"{file}.yaml"
+    groups = whole_file.read_text().count("# group ")
+    assert len(configs) == len(set(configs)) == groups
+    assert arms_by_call[0][0] == "none"
+    assert arms_by_call[-1] == [arm.id for arm in plan(whole_file, task).arms]
+    for shorter, longer in itertools.pairwise(arms_by_call):
+        assert longer[: len(shorter)] == shorter
+        assert len(longer) > len(shorter)
+    out = tmp_path / "out" / task.replace(":", "-")
+    assert {value_of(call, "--out") for call in calls} == {str(out)}
+
+
+def value_of(call: list[str], flag: str) -> str:
+    return call[call.index(flag) + 1]

@@ -42,4 +42,6 @@ def test_the_installed_vllm_has_all_of_them() -> None:
     ],
 )
 def test_kinds_of_change(after: str, told: str) -> None:
-    assert surface.moved(*(definition(ast.parse(source), "A.f") for source in (BEFORE, after))) == told
+    definition_before = definition(ast.parse(BEFORE), "A.f")
+    definition_after = definition(ast.parse(after), "A.f")
+    assert surface.moved(definition_before, definition_after) == told

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from benchmarks.command_line import in_tree
-from benchmarks.cuda_without_gpu.simulated import Disagreement, Plan, simulate
+from benchmarks.cuda_without_gpu.simulated import Disagreement, simulate
+from benchmarks.cuda_without_gpu.simulated_engine import Plan
 from ngrpo.rollout.async_scheduling import Notes
 from ngrpo.rollout.input_override import InputOverride
 from ngrpo.rollout.perturber import RolloutPerturber

@@ -16,7 +16,8 @@ from benchmarks import decode_step
 from benchmarks.command_line import in_tree
 from benchmarks.cuda_without_gpu import recorded
 from benchmarks.cuda_without_gpu.recorded import RecordedGraph
-from benchmarks.cuda_without_gpu.simulated import Disagreement, Head, Plan, simulate, together
+from benchmarks.cuda_without_gpu.simulated import Disagreement, simulate, together
+from benchmarks.cuda_without_gpu.simulated_engine import Head, Plan
 from ngrpo.rollout import step_graphs
 from ngrpo.rollout.async_scheduling import HostBuffers
 from ngrpo.rollout.perturber import RolloutPerturber

@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks.cuda_without_gpu.simulated import Plan, simulate
+from benchmarks.cuda_without_gpu.simulated import simulate
+from benchmarks.cuda_without_gpu.simulated_engine import Plan
 from ngrpo.rollout.input_override import InputOverride
 from ngrpo.rollout.perturber import RolloutPerturber
 from ngrpo.rollout.trajectories import TrajectoryStore

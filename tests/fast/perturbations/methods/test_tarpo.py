@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks.cuda_without_gpu.simulated import Plan, simulate
+from benchmarks.cuda_without_gpu.simulated import simulate
+from benchmarks.cuda_without_gpu.simulated_engine import Plan
 from ngrpo.trainers.common.log_probs import densities, with_overrides
 from perturbations import ReplayRecord, create, parameters, streams
 from perturbations.base import Replayed, Step

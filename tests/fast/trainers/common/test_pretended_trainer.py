@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from benchmarks.command_line import in_tree
 from benchmarks.cuda_without_gpu.pretended import Pretended, pretended_cuda
-from benchmarks.cuda_without_gpu.simulated import HIDDEN, Plan, each_alone
+from benchmarks.cuda_without_gpu.simulated import each_alone
+from benchmarks.cuda_without_gpu.simulated_engine import HIDDEN, Plan
 from ngrpo.methods.credits import registry as credits
 from ngrpo.methods.credits.base import StepTokens
 from ngrpo.trainers.common.log_probs import corrected, densities, override_log_probs, with_overrides
