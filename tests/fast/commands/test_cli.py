@@ -3,6 +3,7 @@
 
 import subprocess
 import sys
+from collections.abc import Iterable
 from dataclasses import fields
 from pathlib import Path
 
@@ -32,33 +33,65 @@ def test_our_flags_and_openrlhf_flags_are_sorted() -> None:
     )
     assert command.spec == create("neighbor", rate=0.2, k=4).spec()
     assert command.openrlhf == ("--actor.adam.betas", "0.9", "0.95", "--future.flag", "--x=1")
-    assert (command.hardware, command.task, command.run_dir, command.preset) == ("cpu", "arithmetic", "out", "gspo")
+    assert command.hardware == "cpu"
+    assert command.task == "arithmetic"
+    assert command.run_dir == "out"
+    assert command.preset == "gspo"
     assert command.specs["advantage"] == {"name": "w_reinforce", "lam": 0.2}
     assert command.sampling.given() == {"top_k": 5, "min_p": 0.1}
+
+
+def test_openrlhfs_flags_are_no_near_misses_of_ours() -> None:
     near = "--actor.x 1 --train.partial_rollout_enable --local_rank 0 --use_ms --data.prompt_probs 1 --permute 2"
-    assert parsed(near).openrlhf == tuple(near.split()), "no near misses of ours"
-    assert parsed("") == parsed("--advantage none") == RunConfig()
+    assert parsed(near).openrlhf == tuple(near.split())
+
+
+def test_model_is_short_for_openrlhfs_flag() -> None:
     assert parsed("--model m --train.seed 1").openrlhf == ("--actor.model_name_or_path", "m", "--train.seed", "1")
-    assert not any(parsed(f"--perturbation {name}").spec for name in ("none", "neighbor --perturbation.rate 0"))
 
 
-def test_replay_buffer_is_a_setting_of_the_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize("line", ["", "--advantage none"])
+def test_none_is_as_no_flag(line: str) -> None:
+    assert parsed(line) == RunConfig()
+
+
+@pytest.mark.parametrize("line", ["--perturbation none", "--perturbation neighbor --perturbation.rate 0"])
+def test_runs_without_a_perturbation(line: str) -> None:
+    assert not parsed(line).spec
+
+
+@pytest.mark.parametrize(
+    ("words", "size"),
+    [
+        ("", 100),
+        (" --perturbation.replay_buffer.max_bytes 7", 7),
+    ],
+)
+def test_replay_buffer_is_a_setting_of_the_run(words: str, size: int, tmp_path: Path) -> None:
     file = tmp_path / "soft.yaml"
     file.write_text("name: soft\nreplay_buffer: memory\nreplay_buffer.max_bytes: 100\n")
-    for words, size in (("", 100), (" --perturbation.replay_buffer.max_bytes 7", 7)):
-        settings = parsed(f"--perturbation.config {file}{words}")
-        assert settings.specs.get("replay_buffer") == {"name": "memory", "max_bytes": size}
-        assert settings.spec == create("soft").spec()
+    command = parsed(f"--perturbation.config {file}{words}")
+    assert command.specs.get("replay_buffer") == {"name": "memory", "max_bytes": size}
+    assert command.spec == create("soft").spec()
+
+
+def test_a_run_has_no_replay_buffer_unless_it_names_one() -> None:
     assert parsed("--perturbation soft").specs.get("replay_buffer") is None
 
 
 @pytest.mark.parametrize(
-    ("words", "value"), [("", True), (" true", True), ("=false", False), (" --train.seed 3", True)]
+    ("words", "value", "others"),
+    [
+        ("", True, ()),
+        (" true", True, ()),
+        ("=false", False, ()),
+        (" --train.seed 3", True, ("--train.seed", "3")),
+    ],
 )
-def test_switches(words: str, value: bool) -> None:
+def test_switches(words: str, value: bool, others: tuple[str, ...]) -> None:
     command = parsed(f"--perturbation neighbor --perturbation.skip_special{words}")
     assert command.spec["skip_special"] is value
-    assert command.openrlhf in ((), ("--train.seed", "3"))
+    assert command.openrlhf == others
 
 
 @pytest.fixture
@@ -75,18 +108,18 @@ def test_a_file_has_the_same_options_and_flags_override_it(file: Path) -> None:
     assert parsed(f"{line} --perturbation soft").spec["name"] == "soft"
 
 
-BAD_LINES = [(None, line, parts) for line, *parts in refused("command_lines")]
-BAD_FILES = [(text, "--perturbation.config p.yaml", parts) for text, *parts in refused("perturbation_files")]
+BAD_LINES = [(None, line, messages) for line, *messages in refused("command_lines")]
+BAD_FILES = [(text, "--perturbation.config p.yaml", messages) for text, *messages in refused("perturbation_files")]
 
 
-@pytest.mark.parametrize(("text", "line", "parts"), BAD_LINES + BAD_FILES)
-def test_bad_words(text: str | None, line: str, parts: list[str], file: Path) -> None:
+@pytest.mark.parametrize(("text", "line", "messages"), BAD_LINES + BAD_FILES)
+def test_bad_words(text: str | None, line: str, messages: list[str], file: Path) -> None:
     if text is not None:
         file.write_text(text)
-    with pytest.raises(UsageError) as caught:
+    with pytest.raises(UsageError) as error:
         parsed(line)
-    for part in parts:
-        assert part in str(caught.value)
+    for message in messages:
+        assert message in str(error.value)
 
 
 def test_a_bug_shows_as_a_bug(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,7 +131,9 @@ def test_a_bug_shows_as_a_bug(capsys: pytest.CaptureFixture[str], monkeypatch: p
     monkeypatch.setattr(train, "run", broken)
     assert cli.main(["train"]) == 1
     error = capsys.readouterr().err
-    assert "Traceback" in error and "in broken" in error and "shapes (2, 3)" in error
+    assert "Traceback" in error
+    assert "in broken" in error
+    assert "shapes (2, 3)" in error
     assert error.rstrip().splitlines()[-2].startswith("ngrpo: This is an error of the program")
     assert "ngrpo: error:" not in error
 
@@ -114,28 +149,52 @@ def test_a_bug_shows_as_a_bug(capsys: pytest.CaptureFixture[str], monkeypatch: p
 def test_bad_input_is_one_line_and_code_2(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(words.split()) == 2
     error = capsys.readouterr().err
-    assert error.startswith("ngrpo: error: ") and said in error
-    assert "Traceback" not in error and error.count("\n") == 1
+    assert error.startswith("ngrpo: error: ")
+    assert said in error
+    assert "Traceback" not in error
+    assert error.count("\n") == 1
 
 
-@pytest.mark.parametrize("name", sorted({each for kept in FLAGS for each in kept.in_tree()}))
-def test_list_describes_each(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def every_name() -> list[str]:
+    """The names in all registries."""
+    names: set[str] = set()
+    for registered in FLAGS:
+        names.update(registered.in_tree())
+    return sorted(names)
+
+
+@pytest.mark.parametrize("name", every_name())
+def test_list_describes_each_name(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["list", name]) == 0
     text = capsys.readouterr().out
-    for kept, flag in FLAGS.items():
-        if name in kept.available():
-            assert f"{name}  ({kept.kind}" in text and kept.get(name).__doc__.split("\n")[0] in text
-            own = [f.name for f in fields(kept.get(name)) if kept is not registry.perturbations]
-            assert all(f"{flag}.{option}" in text for option in own)
+    for registered, flag in FLAGS.items():
+        if name not in registered.available():
+            continue
+        kind = registered.get(name)
+        assert f"{name}  ({registered.kind}" in text
+        assert kind.__doc__.split("\n")[0] in text
+        if registered is not registry.perturbations:
+            for option in fields(kind):
+                assert f"{flag}.{option.name}" in text
 
 
-def test_help_lists_every_option_and_name(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.fixture
+def help_text(capsys: pytest.CaptureFixture[str]) -> str:
+    """The help of ``ngrpo train`` with single blanks."""
     assert cli.main(["train", "--help"]) == 0
-    text = " ".join(capsys.readouterr().out.split())
-    for part in ("neighbor (N-GRPO", "--perturbation.metric", "one of cosine, l2, l1, dot [cosine]", "in [0, 1]"):
-        assert part in text
-    for names in (PRESETS, packaged.PACKAGED, tasks.usage()):
-        assert f": {', '.join(names)} " in text
+    return " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(
+    "entry", ["neighbor (N-GRPO", "--perturbation.metric", "one of cosine, l2, l1, dot [cosine]", "in [0, 1]"]
+)
+def test_help_describes_options(entry: str, help_text: str) -> None:
+    assert entry in help_text
+
+
+@pytest.mark.parametrize("names", [PRESETS, packaged.PACKAGED, tasks.usage()], ids=["presets", "models", "tasks"])
+def test_help_lists_every_name(names: Iterable[str], help_text: str) -> None:
+    assert f": {', '.join(names)} " in help_text
 
 
 def test_neither_help_nor_list_loads_the_stack() -> None:

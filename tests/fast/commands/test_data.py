@@ -44,9 +44,13 @@ def test_each_set_from_a_file_of_its_layout(name: str, capsys: pytest.CaptureFix
     assert f"1 problems of theirs.jsonl: data/{name}.jsonl" in capsys.readouterr().err
     (written,) = rows(f"data/{name}.jsonl")
     (message,) = written["input"]
-    assert message["role"] == "user" and message["content"].endswith(form)
-    (before,), (after,) = load_problems("theirs.jsonl"), load_problems(f"data/{name}.jsonl")
-    assert (after.messages, after.answer, after.scorer) == (before.messages, before.answer, before.scorer)
+    assert message["role"] == "user"
+    assert message["content"].endswith(form)
+    (before,) = load_problems("theirs.jsonl")
+    (after,) = load_problems(f"data/{name}.jsonl")
+    assert after.messages == before.messages
+    assert after.answer == before.answer
+    assert after.scorer == before.scorer
     assert written["label"] == (label or before.answer)
     args = ["--data.prompt_dataset", f"data/{name}.jsonl", "--data.label_key", "label"]
     check_files(Flags([*args, "--data.apply_chat_template"]))
@@ -76,7 +80,8 @@ def test_nothing_is_overwritten(capsys: pytest.CaptureFixture[str]) -> None:
     Path("data").mkdir()
     Path("data/s.jsonl").write_text("mine")
     assert cli.main(["data", "s.jsonl"]) == 2
-    assert "data/s.jsonl exists" in capsys.readouterr().err and Path("data/s.jsonl").read_text() == "mine"
+    assert "data/s.jsonl exists" in capsys.readouterr().err
+    assert Path("data/s.jsonl").read_text() == "mine"
 
 
 def test_what_cannot_be_read(capsys: pytest.CaptureFixture[str]) -> None:

@@ -25,7 +25,8 @@ def findings(capsys: pytest.CaptureFixture, *words: str) -> tuple[int, str]:
     head, _, block = printed.partition("\n--- for a bug report ---\n")
     assert max(map(len, head.splitlines())) <= 100
     head = re.sub(r"\n {7}(?!fix: )", " ", head)  # a finding that takes several lines
-    assert block.endswith("---\n") and all(line.startswith(("- ", "---")) for line in block.splitlines())
+    assert block.endswith("---\n")
+    assert all(line.startswith(("- ", "---")) for line in block.splitlines())
     for line in head.splitlines():
         if line.startswith(("ok ", "WRONG")):
             assert "- " + " ".join(line.split()) in " ".join(block.split()), "the block has every finding"
@@ -51,9 +52,17 @@ def test_all_is_well_here(capsys: pytest.CaptureFixture, monkeypatch: pytest.Mon
     assert code == 0
     assert "WRONG" not in head
     assert "fix:" not in head
-    told = ["Python", "releases", "hardware", "compiler", "caches", "folder for temporary files", "working directory"]
-    told += ["placement", "flash-attn", "upstream patches", "vLLM's plugin"]
-    assert [line[7:].split(":")[0] for line in head.splitlines()] == told
+    subjects = [
+        "Python",
+        "releases",
+        "hardware",
+        "compiler",
+        "caches",
+        "folder for temporary files",
+        "working directory",
+    ]
+    subjects += ["placement", "flash-attn", "upstream patches", "vLLM's plugin"]
+    assert [line[7:].split(":")[0] for line in head.splitlines()] == subjects
     assert versions.OPENRLHF in head
 
 
@@ -79,12 +88,12 @@ WRONG = {
 
 @pytest.mark.parametrize("subject", WRONG)
 def test_each_error_has_its_fix(subject: str, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    arrange, parts = WRONG[subject]
+    arrange, messages = WRONG[subject]
     arrange(monkeypatch)
     code, head = findings(capsys, "--no-self-test")
     assert code == 1
-    for part in parts:
-        assert part in lines_of(head, subject)
+    for message in messages:
+        assert message in lines_of(head, subject)
 
 
 @pytest.mark.more
@@ -95,9 +104,10 @@ def test_a_package_that_transformers_refuses(command: str, tmp_path: Path) -> No
     (tmp_path / "tokenizers-0.1.dist-info" / "METADATA").write_text("Name: tokenizers\nVersion: 0.1\n")
     path = {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path]), "NGRPO_CACHE": str(tmp_path / "cache")}
     run = [sys.executable, "-m", "ngrpo.cli", *command.split()]
-    done = subprocess.run(run, env={**os.environ, **path}, capture_output=True, text=True)
-    said = " ".join((done.stdout + done.stderr).split())
-    assert "found tokenizers==0.1. Run: pip install 'tokenizers>=" in said and "Traceback" not in said
+    result = subprocess.run(run, env={**os.environ, **path}, capture_output=True, text=True)
+    output = " ".join((result.stdout + result.stderr).split())
+    assert "found tokenizers==0.1. Run: pip install 'tokenizers>=" in output
+    assert "Traceback" not in output
 
 
 @pytest.mark.parametrize("built", [None, "13.0"])
@@ -113,13 +123,14 @@ def test_a_gpu_that_torch_does_not_see(
     monkeypatch.setattr(torch.version, "cuda", built)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     code, head = findings(capsys, "--no-self-test")
-    told = lines_of(head, "hardware")
-    assert code == 1 and "there is a GPU with driver 580.65.06" in told
-    assert ("a driver for CUDA 13.0" if built else "a torch that is built for CUDA") in told
+    finding = lines_of(head, "hardware")
+    assert code == 1
+    assert "there is a GPU with driver 580.65.06" in finding
+    assert ("a driver for CUDA 13.0" if built else "a torch that is built for CUDA") in finding
 
 
 @pytest.mark.parametrize(
-    ("result", "told"),
+    ("result", "message"),
     [
         (GOOD, None),
         ({**GOOD, "gap": 2e-4}, "at most 1.0e-04 is exact"),
@@ -134,18 +145,18 @@ def test_what_the_self_test_finds(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     result: dict[str, Any] | None,
-    told: str | None,
+    message: str | None,
 ) -> None:
     """The process of the self-test, here a script that leaves this result or ends with an error."""
     writes = f"cat > \"$4\" <<'END'\n{json.dumps(result)}\nEND\n"
     body = writes if result else "echo 'ValueError: there is no such thing' >&2\nexit 3"
     monkeypatch.setattr(sys, "executable", program(tmp_path / "python", body))
     code, head = findings(capsys)
-    assert code == int(told is not None)
-    found = lines_of(head, "self-test")
-    assert told is None or told in found
-    assert ("ended with status 3" in found) == (result is None)
-    assert result is None or "perturbed inputs among 32 tokens" in found
+    assert code == int(message is not None)
+    finding = lines_of(head, "self-test")
+    assert message is None or message in finding
+    assert ("ended with status 3" in finding) == (result is None)
+    assert result is None or "perturbed inputs among 32 tokens" in finding
 
 
 def test_a_model_that_is_not_there() -> None:

@@ -31,17 +31,18 @@ def args_of(more: str = "") -> dict[str, Any]:
 
 
 class Bundles:
-    """A placement group: GPUs that were asked for together, and who is on them."""
+    """A placement group: GPUs that OpenRLHF has asked for together, and the models on them."""
 
     def __init__(self, gpus: int) -> None:
-        self.gpus, self.models = gpus, []
-        asked.append(self)
+        self.gpus = gpus
+        self.models: list[str] = []
+        placement_groups.append(self)
 
     def ready(self) -> None:
         return None
 
 
-asked: list[Bundles] = []
+placement_groups: list[Bundles] = []
 NAMES = {
     "PolicyModelActor": "actor",
     "ReferenceModelActor": "reference",
@@ -54,28 +55,35 @@ def as_openrlhf_asks(words: list[str]) -> list[tuple[int, tuple[str, ...]]]:
     """The GPUs that OpenRLHF's own program asks Ray for: its function up to the trainer, with Ray's part left out."""
     origin = find_spec("openrlhf").origin
     source = (Path(origin).parent / "cli/train_ppo_ray.py").read_text(encoding="utf-8")
-    function = next(n for n in ast.parse(source).body if isinstance(n, ast.FunctionDef) and n.name == "train")
-    trainer = next(i for i, node in enumerate(function.body) if "PPOTrainerAsync" in ast.unparse(node))
-    function.body = function.body[:trainer]
-    asked.clear()
+    functions = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)]
+    (train,) = [function for function in functions if function.name == "train"]
+    makes_trainer = ["PPOTrainerAsync" in ast.unparse(statement) for statement in train.body]
+    train.body = train.body[: makes_trainer.index(True)]
 
-    def group(nodes: int, gpus: int, kind: str, pg: Bundles | None, **_: Any) -> None:
-        (pg or Bundles(nodes * gpus)).models.append(NAMES[kind])
+    def actor_group(nodes: int, gpus: int, kind: str, pg: Bundles | None, **_: Any) -> None:
+        bundles = pg or Bundles(nodes * gpus)
+        bundles.models.append(NAMES[kind])
 
-    def engines(number: int, tensor: int, *others: Any, **_: Any) -> None:
-        found = next((each for each in others if isinstance(each, Bundles)), None)
-        (found or Bundles(number * tensor)).models.append("vLLM engines")
+    def engines(number: int, tensor: int, *arguments: Any, **_: Any) -> None:
+        shared = [argument for argument in arguments if isinstance(argument, Bundles)]
+        bundles = shared[0] if shared else Bundles(number * tensor)
+        bundles.models.append("vLLM engines")
 
     def nothing(*_: Any) -> None:
         return None
 
-    ray = SimpleNamespace(is_initialized=lambda: True, get=nothing)
-    fakes = {"ray": ray, "RayActorGroup": group, "create_vllm_engines": engines, **{name: name for name in NAMES}}
-    fakes["get_strategy"] = lambda args: SimpleNamespace(print=nothing)
-    fakes["placement_group"] = lambda bundles, strategy: Bundles(len(bundles))
-    exec(compile(ast.Module([function], []), "train_ppo_ray.py", "exec"), fakes)
-    fakes["train"](parsed(words)["args"])
-    return [(each.gpus, tuple(sorted(each.models))) for each in asked if each.models]
+    names = {
+        "ray": SimpleNamespace(is_initialized=lambda: True, get=nothing),
+        "RayActorGroup": actor_group,
+        "create_vllm_engines": engines,
+        "get_strategy": lambda args: SimpleNamespace(print=nothing),
+        "placement_group": lambda bundles, strategy: Bundles(len(bundles)),
+        **{name: name for name in NAMES},
+    }
+    exec(compile(ast.Module([train], []), "train_ppo_ray.py", "exec"), names)
+    placement_groups.clear()
+    names["train"](parsed(words)["args"])
+    return [(bundles.gpus, tuple(sorted(bundles.models))) for bundles in placement_groups if bundles.models]
 
 
 @pytest.mark.parametrize("colocated", ["", "--train.colocate_actor_ref", "--train.colocate_all"])
@@ -91,10 +99,10 @@ def test_placement_is_that_of_openrlhfs_own_program(
     words += " --vllm.num_engines 2 --vllm.tensor_parallel_size 2"
     if critic:
         words += " --reward.model_name_or_path r --critic.num_gpus_per_node 2 --reward.num_gpus_per_node 2"
-    without = BASE.replace(" --reward.remote_url r.py", "") if critic else BASE
-    given = [*without.split(), *words.split()]
-    found = [(group.gpus, tuple(sorted(group.models))) for group in placement.groups(Flags(given).args)]
-    assert found == as_openrlhf_asks(given)
+    base = BASE.replace(" --reward.remote_url r.py", "") if critic else BASE
+    flags = [*base.split(), *words.split()]
+    planned = [(group.gpus, tuple(sorted(group.models))) for group in placement.groups(Flags(flags).args)]
+    assert planned == as_openrlhf_asks(flags)
 
 
 # 1000 parameters; a layer keeps 16·4 + 4·4 + 4·2 + 8·6 = 136 bytes of each token.
@@ -102,16 +110,16 @@ WIDTHS = {"hidden": 4, "intermediate": 6, "heads": 2, "kv_heads": 1, "head_dim":
 SIZE = ModelSize(parameters=1000, layers=3, **WIDTHS, head_norms=False, source="by hand")
 
 
-def parts_of(more: str) -> dict[str, tuple[float, ...]]:
-    """Bytes while answers are drawn, scored, in the backward pass, at the update, and on the host."""
-    parts = gpu_plan.trained("actor", SIZE, args_of(f"--data.max_len 50 {more}"), 4)
-    return {part.name.removeprefix("actor: "): (*part.phases, part.host) for part in parts}
+def memory_of_actor(flags: str) -> dict[str, tuple[float, ...]]:
+    """Bytes while responses are drawn, scored, in the backward pass, at the update, and on the host."""
+    items = gpu_plan.trained("actor", SIZE, args_of(f"--data.max_len 50 {flags}"), 4)
+    return {item.name.removeprefix("actor: "): (*item.phases, item.host) for item in items}
 
 
 def test_memory_of_a_trained_model_by_hand() -> None:
     # ZeRO-2 on 4 GPUs: weights 2·1000; of an earlier micro-batch 2·250 bytes of gradients; at the update 2·250, in
     # float32 and scaled 6·250; states 12·250. At the logits' peak, 50·(3·136 + 16·10), there are no new gradients.
-    assert parts_of("--train.micro_batch_size 1") == {
+    assert memory_of_actor("--train.micro_batch_size 1") == {
         "weights": (2000, 2000, 2000, 2000, 0),
         "activations": (0, 0, 28400, 0, 0),
         "gradients, in exchange": (0, 0, 10**9, 0, 0),
@@ -119,22 +127,29 @@ def test_memory_of_a_trained_model_by_hand() -> None:
         "gradients, float32 and scaled": (0, 0, 0, 1500, 0),
         "optimizer states": (3000, 3000, 3000, 3000, 0),
     }
-    assert parts_of("--ds.zero_stage 3")["weights"] == (500, 500, 500, 500, 0)
-    assert parts_of("--ds.zero_stage 1")["gradients"] == (0, 0, 500, 2000, 0)
-    assert parts_of("--ds.zero_stage 3")["gradients, in exchange"] == (10**9,) * 4 + (0,)
+    # ZeRO-1 shards no gradients, ZeRO-3 the weights too.
+    assert memory_of_actor("--ds.zero_stage 1")["gradients"] == (0, 0, 500, 2000, 0)
+    stage_3 = memory_of_actor("--ds.zero_stage 3")
+    assert stage_3["weights"] == (500, 500, 500, 500, 0)
+    assert stage_3["gradients, in exchange"] == (10**9, 10**9, 10**9, 10**9, 0)
     # ZeRO-3 adds the gradients of earlier micro-batches where they are.
-    assert parts_of("--ds.zero_stage 3 --train.micro_batch_size 1")["gradients"] == (0, 0, 0, 500, 0)
-    assert parts_of("--ds.enable_sleep --train.colocate_all")["optimizer states"] == (0, 0, 3000, 3000, 3000)
-    offloaded = parts_of("--ds.adam_offload")
-    assert offloaded["optimizer, offloaded"] == (0, 0, 0, 0, 4500) and "gradients" not in offloaded
+    assert memory_of_actor("--ds.zero_stage 3 --train.micro_batch_size 1")["gradients"] == (0, 0, 0, 500, 0)
+    asleep = memory_of_actor("--ds.enable_sleep --train.colocate_all")
+    assert asleep["optimizer states"] == (0, 0, 3000, 3000, 3000)
+    offloaded = memory_of_actor("--ds.adam_offload")
+    assert offloaded["optimizer, offloaded"] == (0, 0, 0, 0, 4500)
+    assert "gradients" not in offloaded
     # Two samples at a time: twice as many tokens, and no earlier micro-batch.
-    assert parts_of("--train.micro_batch_size 2")["activations"] == (0, 0, 56800, 0, 0)
-    assert parts_of("--train.micro_batch_size 2")["gradients"] == (0, 0, 0, 500, 0)
-    # Checkpoints: 50·(3·2·4 + 160); with 10 tokens a layer and the gradients, 10·136 + 500, exceed the logits' 10·160.
-    checkpoints = "--actor.gradient_checkpointing_enable"
-    assert parts_of(checkpoints)["activations"] == (0, 0, 9200, 0, 0)
-    short = parts_of(f"{checkpoints} --data.max_len 10")
-    assert (short["activations"], short["gradients"]) == ((0, 0, 1600, 0, 0), (0, 0, 1000, 500, 0))
+    two_samples = memory_of_actor("--train.micro_batch_size 2")
+    assert two_samples["activations"] == (0, 0, 56800, 0, 0)
+    assert two_samples["gradients"] == (0, 0, 0, 500, 0)
+    # Checkpoints: 50·(3·2·4 + 160).
+    checkpoints = memory_of_actor("--actor.gradient_checkpointing_enable")
+    assert checkpoints["activations"] == (0, 0, 9200, 0, 0)
+    # With 10 tokens a layer and the gradients, 10·136 + 500, exceed the logits' 10·160.
+    ten_tokens = memory_of_actor("--actor.gradient_checkpointing_enable --data.max_len 10")
+    assert ten_tokens["activations"] == (0, 0, 1600, 0, 0)
+    assert ten_tokens["gradients"] == (0, 0, 1000, 500, 0)
 
 
 def test_memory_of_reference_logits_and_engine_by_hand() -> None:
@@ -142,7 +157,8 @@ def test_memory_of_reference_logits_and_engine_by_hand() -> None:
     stage3 = args_of("--ds.zero_stage 3")
     assert gpu_plan.frozen("reference", SIZE, stage3, 4).phases == (500,) * 4
     offloaded = gpu_plan.frozen("reference", SIZE, stage3, 4, offloaded=True)
-    assert (offloaded.phases, offloaded.host) == ((0,) * 4, 500)
+    assert offloaded.phases == (0,) * 4
+    assert offloaded.host == 500
     # Two samples of 50 tokens with 10 logits of 2 + 4 bytes.
     scored = gpu_plan.scored(SIZE, args_of("--data.max_len 50 --rollout.micro_batch_size 2"))
     assert scored.phases == (0, 6000, 0, 0)
@@ -151,7 +167,8 @@ def test_memory_of_reference_logits_and_engine_by_hand() -> None:
     assert gpu_plan.scored(SIZE, ring).phases == (0, 3000, 0, 0)
     args = args_of("--vllm.gpu_memory_utilization 0.5")
     engine = gpu_plan.engine(SIZE, args, 10_000)
-    assert (engine.phases, engine.host) == ((5000,) * 4, 0)
+    assert engine.phases == (5000,) * 4
+    assert engine.host == 0
     # 5000 − 2·1000 bytes, of which a token takes 3 layers · 2 · 1 head · 2 wide · 2 bytes.
     assert gpu_plan.kv_cache_tokens(SIZE, args, 10_000) == 125
     # On two GPUs: 5000 − 1000 bytes, and two of four heads, 3 · 2 · 2 · 2 · 2 bytes; a single head is on both.
@@ -161,30 +178,34 @@ def test_memory_of_reference_logits_and_engine_by_hand() -> None:
     asleep = args_of("--vllm.gpu_memory_utilization 0.5 --vllm.enable_sleep --train.colocate_all --vllm.num_engines 4")
     engine = gpu_plan.engine(SIZE, asleep, 10_000)
     # Asleep it keeps 2 GiB.
-    assert (engine.phases, engine.host) == ((5000, *[2 * 2**30] * 3), 2000)
+    assert engine.phases == (5000, *[2 * 2**30] * 3)
+    assert engine.host == 2000
 
 
 def test_the_ranks_of_a_ring_have_the_same_responses() -> None:
     assert placement.rank_groups(args_of()) == {"actor": 4, "ref": 4}
-    assert placement.rank_groups(args_of() | {"ds.ring_attn_size": 2}) == {"actor": 2, "ref": 2}
-    both = {"ds.ring_attn_size": 2, "ds.tensor_parallel_size": 2}
-    assert placement.rank_groups(args_of() | both) == {"actor": 1, "ref": 1}
+    ring = {"ds.ring_attn_size": 2}
+    assert placement.rank_groups(args_of() | ring) == {"actor": 2, "ref": 2}
+    ring_of_tensor_parallel_ranks = {**ring, "ds.tensor_parallel_size": 2}
+    assert placement.rank_groups(args_of() | ring_of_tensor_parallel_ranks) == {"actor": 1, "ref": 1}
 
 
-def test_ray_needs_a_cpu_for_each_gpu_and_for_openrlhfs_own_processes() -> None:
+@pytest.mark.parametrize(("flags", "cpus"), [("", 11), ("--train.async_enable", 13)], ids=["in turn", "overlapping"])
+def test_ray_needs_a_cpu_for_each_gpu_and_for_openrlhfs_own_processes(flags: str, cpus: int) -> None:
     """Two engines, four GPUs of the actor and four of the reference; three further processes where rollouts overlap."""
-    for more, cpus in (("", 11), ("--train.async_enable", 13)):
-        enough = placement.Machine((8, 8), 80 * 2**30, "by hand", cpus=cpus)
-        assert gpu_plan.check_machine(args_of(more), enough) is None
-        with pytest.raises(UsageError, match=rf"this run needs {cpus} CPUs of Ray and {cpus - 1} are there"):
-            gpu_plan.check_machine(args_of(more), dataclasses.replace(enough, cpus=cpus - 1))
+    enough = placement.Machine((8, 8), 80 * 2**30, "by hand", cpus=cpus)
+    assert gpu_plan.check_machine(args_of(flags), enough) is None
+    one_less = dataclasses.replace(enough, cpus=cpus - 1)
+    with pytest.raises(UsageError, match=rf"this run needs {cpus} CPUs of Ray and {cpus - 1} are there"):
+        gpu_plan.check_machine(args_of(flags), one_less)
 
 
 @pytest.mark.parametrize("name", sorted(architecture.size_table()))
 def test_sizes_of_the_table_are_those_that_transformers_makes(name: str) -> None:
     config = {key: value for key, value in architecture.size_table()[name].items() if key != "parameters"}
-    made, found = architecture.size_from(config, "made here"), architecture.size_of(name)
-    assert found == dataclasses.replace(made, source=found.source)
+    by_transformers = architecture.size_from(config, "made here")
+    by_table = architecture.size_of(name)
+    assert by_table == dataclasses.replace(by_transformers, source=by_table.source)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
@@ -211,7 +232,8 @@ def test_sizes_and_activations_are_those_of_a_real_model(family: str) -> None:
         size = architecture.size_from(config.to_dict(), "made here")
         return of_layers, size, sum(parameter.numel() for parameter in model.parameters())
 
-    (two, size, parameters), (four, _, _) = kept(2), kept(4)
+    two, size, parameters = kept(2)
+    four, _, _ = kept(4)
     assert size.parameters == parameters
     assert (four - two) / 2 / tokens == pytest.approx(size.saved_bytes_per_token, rel=0.01)
 
@@ -239,7 +261,7 @@ class TestCommand:
 
     def test_all_of_it_and_nothing_is_written(self, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         text = self.run("--task arithmetic --model Qwen/Qwen3-1.7B-Base", capsys)
-        for part in (
+        for line in (
             "--perturbation neighbor: rate=0.1",
             "--algo.kl.estimator                 k3",
             "--data.prompt_dataset               runs/dry/task/train.jsonl",
@@ -249,7 +271,7 @@ class TestCommand:
             "a step draws 8 prompts × 4 responses = 32 responses",
             "  ok     dataset and reward",
         ):
-            assert part in text, part
+            assert line in text, line
         # 1,720,574,976 parameters: 2 bytes each; 12 bytes each over 8 GPUs; half of the 79.2 GiB of a card of
         # 80 GB; asleep the engine keeps 2, and 4 stay free.
         table = [line.split() for line in text.splitlines()]
@@ -311,8 +333,10 @@ class TestCommand:
 
     def test_a_check_that_fails_stops_no_other(self, capsys: pytest.CaptureFixture[str]) -> None:
         text = self.run("--data.prompt_dataset ./none.jsonl --model Qwen/Qwen3-1.7B-Base", capsys, code=1)
-        assert "WRONG  dataset and reward" in text and "./none.jsonl" in text
-        assert "  ok     runs/dry can be written" in text and "optimizer states" in text
+        assert "WRONG  dataset and reward" in text
+        assert "./none.jsonl" in text
+        assert "  ok     runs/dry can be written" in text
+        assert "optimizer states" in text
         assert "reward model not counted: none is named" in text
 
     def test_a_folder_with_a_config_alone_is_enough(self, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -332,5 +356,6 @@ class TestCommand:
         assert cli.main([*line.split(), "--train.batch_size", "32", "--eval.data", "none"]) == 0
         text = capsys.readouterr().out
         assert text.startswith("6 runs: 2 strategies × 3 seeds")
-        assert text.count("configuration") == 1 and text.count("ok     dataset and reward") == 2
+        assert text.count("configuration") == 1
+        assert text.count("ok     dataset and reward") == 2
         assert not Path("runs").exists()

@@ -17,11 +17,16 @@ def help_of(command: str, capsys: pytest.CaptureFixture[str]) -> str:
 
 
 def examples(text: str) -> list[list[str]]:
-    """The examples, a command each, lines that go on put together."""
+    """The words after ``ngrpo`` of each example, lines that go on put together."""
     section = re.search(r"^examples\n((?:  .*\n)+)", text, re.MULTILINE)
     assert section is not None, "no examples"
-    lines = section[1].replace("\\\n", " ").splitlines()
-    return [shlex.split(line.split("  ngrpo ", 1)[-1].split("   ")[0]) for line in lines if "  ngrpo " in f"  {line}"]
+    commands = []
+    for line in section[1].replace("\\\n", " ").splitlines():
+        if "  ngrpo " not in f"  {line}":
+            continue
+        command, *_remark = line.split("  ngrpo ", 1)[-1].split("   ")
+        commands.append(shlex.split(command))
+    return commands
 
 
 def test_the_first_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:

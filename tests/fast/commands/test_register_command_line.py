@@ -38,7 +38,8 @@ def test_flags_of_a_perturbation_and_a_gate_in_files() -> None:
 def test_yaml_of_a_perturbation_and_a_gate_in_files(text: str) -> None:
     Path("p.yaml").write_text(f"name: ./mine.py\nstrength: 0.25\n{text}")
     perturbation = create(**parse.run_config(["--perturbation.config", "p.yaml"]).spec)
-    assert (perturbation.strength, perturbation.gate.least) == (0.25, 9)
+    assert perturbation.strength == 0.25
+    assert perturbation.gate.least == 9
 
 
 @pytest.mark.parametrize(("words", "parts"), [(words, parts) for words, *parts in refused("gates")])
@@ -52,8 +53,10 @@ def test_help_describes_the_file_that_is_named(capsys: pytest.CaptureFixture[str
     words = ["train", "--perturbation", "./mine.py:Mine", "--perturbation.gate", "./gate.py", "--help"]
     assert cli.main(words) == 0
     text = capsys.readouterr().out
-    assert "./mine.py:Mine  (a test; mine.py:Mine)" in text and "--perturbation.strength" in text
-    assert "./gate.py  (gate; gate.py:Above)" in text and "--perturbation.gate.least" in text
+    assert "./mine.py:Mine  (a test; mine.py:Mine)" in text
+    assert "--perturbation.strength" in text
+    assert "./gate.py  (gate; gate.py:Above)" in text
+    assert "--perturbation.gate.least" in text
     assert cli.main(["train", "--perturbation", "mien.py", "--help"]) == 2
     assert "Did you mean 'mine.py'?" in capsys.readouterr().err
 
@@ -63,16 +66,20 @@ class TestCheck:
         for words in (["./mine.py:Mine", "strength=0.5"], ["gate", "./gate.py"], ["neighbor", "k=4"]):
             assert cli.main(["check", *words]) == 0
             said = capsys.readouterr()
-            assert said.out.count("ok ") >= 9 and "WRONG" not in said.out
-            assert "keeps the contract" in said.err and "ngrpo train" in said.err
+            assert said.out.count("ok ") >= 9
+            assert "WRONG" not in said.out
+            assert "keeps the contract" in said.err
+            assert "ngrpo train" in said.err
 
     def test_bad(self, capsys: pytest.CaptureFixture[str]) -> None:
         text = Path("mine.py").read_text().replace("one_hot(step.sampled),", "one_hot(step.sampled + 99),")
         Path("mine.py").write_text(text)
         assert cli.main(["check", "./mine.py:Mine"]) == 1
         out = capsys.readouterr().out
-        assert "ok       a small model that it fits" in out and "WRONG    proposals for ordinary logits" in out
-        assert "what: mine.py:Mine, ordinary logits: edit.ids holds" in out and "fix:  Token ids must be in" in out
+        assert "ok       a small model that it fits" in out
+        assert "WRONG    proposals for ordinary logits" in out
+        assert "what: mine.py:Mine, ordinary logits: edit.ids holds" in out
+        assert "fix:  Token ids must be in" in out
 
     @pytest.mark.parametrize(("words", "code", "says"), refused("check"))
     def test_words(self, words: list[str], code: int, says: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -89,4 +96,5 @@ def test_the_classes_in_the_docs_work() -> None:
         Path(name).write_text(files[name])
     exec(next(block for block in blocks if "check_perturbation(" in block))
     spec = create("damp.py").spec()
-    assert round(len(spec["source"]) / 1024, 1) == 0.5 and "0.5 KB for `damp.py`" in pages[1]
+    assert round(len(spec["source"]) / 1024, 1) == 0.5
+    assert "0.5 KB for `damp.py`" in pages[1]

@@ -45,7 +45,8 @@ def test_an_output_that_has_ascii_alone() -> None:
     shown = extensions.described("gumbel")
     assert not shown.isascii(), "the case"
     result = ran("ngrpo list gumbel", PYTHONIOENCODING="ascii")
-    assert result.returncode == 0 and not result.stderr
+    assert result.returncode == 0
+    assert not result.stderr
     assert result.stdout == "".join(letter if letter.isascii() else "?" for letter in shown) + "\n"
 
 

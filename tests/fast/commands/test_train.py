@@ -43,7 +43,8 @@ def test_the_command_line_stands_in_place_of_the_file(tmp_path: Path) -> None:
     line = "--perturbation.rate 0.3 --actor.eps_clip_low_high 0.1 0.1 --actor.model_name_or_path other"
     command = parsed(tmp_path, TEXT, line)
     given = Flags(command.openrlhf)
-    assert command.spec["rate"] == 0.3 and command.spec["skip_special"] is True
+    assert command.spec["rate"] == 0.3
+    assert command.spec["skip_special"] is True
     assert [flag.values for flag in given if flag.name == "--actor.eps_clip_low_high"] == [("0.1", "0.1")]
     assert [flag.values for flag in given if flag.name == "--actor.model_name_or_path"] == [("other",)]
     command = parsed(tmp_path, TEXT.replace("model: some", "actor.model_name_or_path: some"), "--model third")
@@ -55,18 +56,24 @@ def test_a_later_file_stands_in_place_of_an_earlier_one(tmp_path: Path) -> None:
     later.write_text("model: other\nperturbation.skip_special: false\ntrain.colocate_all: false\n")
     command = parsed(tmp_path, TEXT, f"--config {later}")
     given = Flags(command.openrlhf).without_false().with_defaults({"--train.colocate_all": None})
-    assert given.value("--actor.model_name_or_path") == "other" and not given.has("--train.colocate_all")
-    assert command.spec["rate"] == 0.2 and command.spec["skip_special"] is False
+    assert given.value("--actor.model_name_or_path") == "other"
+    assert not given.has("--train.colocate_all")
+    assert command.spec["rate"] == 0.2
+    assert command.spec["skip_special"] is False
     command = parse.run_config(parse.with_files(["--config", str(later), "--config", str(tmp_path / "run.yaml")]))
-    assert Flags(command.openrlhf).has("--train.colocate_all") and command.spec["skip_special"] is True
+    assert Flags(command.openrlhf).has("--train.colocate_all")
+    assert command.spec["skip_special"] is True
 
 
 def test_another_perturbation_takes_the_options_of_the_first_with_it(tmp_path: Path) -> None:
     text = TEXT + "perturbation.k: 4\nperturbation.strict: true\nadvantage: w_reinforce\nadvantage.lam: 0.2\n"
     assert parsed(tmp_path, text, "--perturbation none").spec is None
     command = parsed(tmp_path, text, "--perturbation soft --perturbation.k 7 --advantage psr")
-    assert (command.spec["name"], command.spec["k"], command.spec["rate"]) == ("soft", 7, 1.0)
-    assert command.strict and command.specs.get("advantage") == {"name": "psr"}
+    assert command.spec["name"] == "soft"
+    assert command.spec["k"] == 7
+    assert command.spec["rate"] == 1.0
+    assert command.strict
+    assert command.specs.get("advantage") == {"name": "psr"}
     command = parsed(tmp_path, text, "--perturbation neighbor --perturbation.k 2")
     assert (command.spec["k"], command.spec["rate"]) == (2, 0.2), "the same one keeps them"
     assert parsed(
@@ -106,7 +113,9 @@ def test_texts_that_yaml_reads_otherwise(tmp_path: Path, text: str, line: str, s
 def test_quoted_texts_and_switches_are_taken(tmp_path: Path) -> None:
     text = 'perturbation: neighbor\nperturbation.until: "no"\nperturbation.skip_special: yes\nreproducible: off\n'
     command = parsed(tmp_path, text)
-    assert command.spec["until"] == "no" and command.spec["skip_special"] and not command.reproducible
+    assert command.spec["until"] == "no"
+    assert command.spec["skip_special"]
+    assert not command.reproducible
     unquoted = "perturbation: neighbor\nperturbation.until: no\n"
     assert parsed(tmp_path, unquoted, "--perturbation.until END").spec["until"] == "END"
     assert parsed(tmp_path, 'perturbation: neighbor\nperturbation.until: "####"\n').spec["until"] == "####"

@@ -20,23 +20,24 @@ def added(line: str) -> str:
 
 class TestPresets:
     def test_dapo_is_openrlhf_flags(self) -> None:
-        found = added("--preset dapo --rollout.max_new_tokens 20480")
-        assert "--actor.eps_clip_low_high 0.2 0.28 " in found
-        assert "--algo.dynamic_filtering_enable --algo.dynamic_filtering_range 0 1 " in found
-        assert "--actor.loss_agg_mode token-mean " in found
-        assert "--reward.overlong_buffer_len 4096 " in found
-        assert "--algo.kl.init_coef 0 " in found
+        flags = added("--preset dapo --rollout.max_new_tokens 20480")
+        assert "--actor.eps_clip_low_high 0.2 0.28 " in flags
+        assert "--algo.dynamic_filtering_enable --algo.dynamic_filtering_range 0 1 " in flags
+        assert "--actor.loss_agg_mode token-mean " in flags
+        assert "--reward.overlong_buffer_len 4096 " in flags
+        assert "--algo.kl.init_coef 0 " in flags
 
-    @pytest.mark.parametrize("given", [*(f"--preset {name}" for name in run.PRESETS), "--advantage ngrpo"])
-    def test_openrlhf_takes_every_flag_and_choice(self, given: str) -> None:
+    @pytest.mark.parametrize("line", [*(f"--preset {name}" for name in run.PRESETS), "--advantage ngrpo"])
+    def test_openrlhf_takes_every_flag_and_choice(self, line: str) -> None:
         pytest.importorskip("openrlhf")
         least = "--actor.model_name_or_path m --reward.remote_url r.py --rollout.n_samples_per_prompt 4"
-        assert Flags([*least.split(), *added(given).split()]).args
+        assert Flags([*least.split(), *added(line).split()]).args
 
     def test_the_users_flags_win(self) -> None:
-        found = added("--preset dapo --actor.eps_clip 0.1 --algo.kl.init_coef=0.01")
-        assert "--actor.eps_clip_low_high" not in found and "--algo.kl.init_coef" not in found
-        assert "--reward.overlong_buffer_len 409 " in found, "a fifth of OpenRLHF's own 2,048"
+        flags = added("--preset dapo --actor.eps_clip 0.1 --algo.kl.init_coef=0.01")
+        assert "--actor.eps_clip_low_high" not in flags
+        assert "--algo.kl.init_coef" not in flags
+        assert "--reward.overlong_buffer_len 409 " in flags, "a fifth of OpenRLHF's own 2,048"
 
     def test_grpo_and_gspo_differ_in_ratio_and_clip_only(self) -> None:
         of_gspo = added("--preset grpo").replace("policy_loss_type ppo", "policy_loss_type gspo")
@@ -45,20 +46,22 @@ class TestPresets:
 
 class TestAddedFlags:
     def test_ngrpo_clips_asymmetrically_and_filters_the_all_correct(self) -> None:
-        found = added("--advantage ngrpo --advantage.max_reward 2.5")
-        assert "--actor.eps_clip_low_high 0.16 0.24 " in found
-        assert "--algo.dynamic_filtering_enable --algo.dynamic_filtering_range -1000000 2.499975 " in found
-        assert "--algo.advantage.estimator group_norm " in found
+        flags = added("--advantage ngrpo --advantage.max_reward 2.5")
+        assert "--actor.eps_clip_low_high 0.16 0.24 " in flags
+        assert "--algo.dynamic_filtering_enable --algo.dynamic_filtering_range -1000000 2.499975 " in flags
+        assert "--algo.advantage.estimator group_norm " in flags
 
     def test_the_users_clip_and_filter_win(self) -> None:
-        found = added("--advantage ngrpo --actor.eps_clip 0.2 --algo.dynamic_filtering_range 0 1")
-        assert found == "--algo.advantage.estimator group_norm --algo.dynamic_filtering_enable "
+        flags = added("--advantage ngrpo --actor.eps_clip 0.2 --algo.dynamic_filtering_range 0 1")
+        assert flags == "--algo.advantage.estimator group_norm --algo.dynamic_filtering_enable "
 
     def test_the_advantage_stands_before_the_preset(self) -> None:
-        found = added("--advantage ngrpo --preset dapo")
-        assert found.count("--algo.dynamic_filtering_range") == 1 and "_range -1000000 0.99999 " in found
-        assert "0.16 0.24 " in found and "0.28" not in found
-        assert "--reward.overlong_buffer_len" in found
+        flags = added("--advantage ngrpo --preset dapo")
+        assert flags.count("--algo.dynamic_filtering_range") == 1
+        assert "_range -1000000 0.99999 " in flags
+        assert "0.16 0.24 " in flags
+        assert "0.28" not in flags
+        assert "--reward.overlong_buffer_len" in flags
 
     def test_other_advantages_add_the_carrier_only(self) -> None:
         for line in ("--advantage ngrpo --preset gspo", "--advantage ngrpo --actor.policy_loss_type gspo"):
@@ -72,9 +75,9 @@ class TestMaximumRewardInFloat32:
     @pytest.mark.parametrize("size", [1, 3, 8, 64])
     def test_ngrpo_drops_prompts_that_are_all_correct(self, highest: float, size: int) -> None:
         """As OpenRLHF filters: a prompt is kept where min < mean < max, of float32 scores in Python's numbers."""
-        made = create("ngrpo", max_reward=highest)
-        low, high = (float(word) for word in made.flags(Flags())["--algo.dynamic_filtering_range"])
-        scores = [one.item() for one in torch.full((size,), highest)]
+        advantage = create("ngrpo", max_reward=highest)
+        low, high = (float(word) for word in advantage.flags(Flags())["--algo.dynamic_filtering_range"])
+        scores = [score.item() for score in torch.full((size,), highest)]
         step = max(abs(highest), 1.0) / 1000
         assert not low < sum(scores) / size < high
         assert low < (sum(scores[1:]) + highest - size * step) / size < high, "a wrong answer keeps it"

@@ -27,31 +27,37 @@ def ids(*args: object) -> list[str]:
 
 def test_names_and_their_specs() -> None:
     plain, neighbor = parse_arms("none,neighbor")
-    assert (plain.id, plain.spec, plain.settings) == ("none", None, {})
-    assert (neighbor.id, neighbor.spec) == ("neighbor", create("neighbor").spec())
+    assert plain.id == "none"
+    assert plain.spec is None
+    assert plain.settings == {}
+    assert neighbor.id == "neighbor"
+    assert neighbor.spec == create("neighbor").spec()
     assert "2606.10768" in neighbor.paper
 
 
 def test_an_option_that_is_called_as_a_setting_of_a_training() -> None:
     """`gaussian` has an option `base`: bare where nothing is trained, with its prefix beside a training's base."""
-    want = create("gaussian", base="soft").spec()
+    expected_spec = create("gaussian", base="soft").spec()
     (bare,) = parse_arms(None, (), ["gaussian base=soft"])
-    assert (bare.spec, bare.training) == (want, {})
+    assert bare.spec == expected_spec
+    assert bare.training == {}
     for prefix in ("perturbation.", "--perturbation."):
-        (both,) = parse_arms(None, (), [f"gaussian {prefix}base=soft base=gspo"], training=True)
-        assert (both.spec, both.training) == (want, {"base": "gspo"})
-        assert both.flags == ["--perturbation", "gaussian", "--perturbation.base", "soft", "--preset", "gspo"]
+        (with_base,) = parse_arms(None, (), [f"gaussian {prefix}base=soft base=gspo"], training=True)
+        assert with_base.spec == expected_spec
+        assert with_base.training == {"base": "gspo"}
+        assert with_base.flags == ["--perturbation", "gaussian", "--perturbation.base", "soft", "--preset", "gspo"]
 
 
 def test_options_after_colons_and_blanks() -> None:
-    (strategy,) = parse_arms("neighbor:rate=0.2:variant=released")
-    assert strategy.id == "neighbor rate=0.2 variant=released"
-    assert strategy.spec == create("neighbor", rate=0.2, variant="released").spec()
-    assert strategy.settings == {"perturbation.rate": "0.2", "perturbation.variant": "released"}
-    assert parse_arms(None, (), ["neighbor rate=0.2 variant=released"]) == [strategy]
-    assert parse_arms("neighbor rate=0.2 variant=released") == [strategy]
+    (arm,) = parse_arms("neighbor:rate=0.2:variant=released")
+    assert arm.id == "neighbor rate=0.2 variant=released"
+    assert arm.spec == create("neighbor", rate=0.2, variant="released").spec()
+    assert arm.settings == {"perturbation.rate": "0.2", "perturbation.variant": "released"}
+    assert parse_arms(None, (), ["neighbor rate=0.2 variant=released"]) == [arm]
+    assert parse_arms("neighbor rate=0.2 variant=released") == [arm]
     (of_a_package,) = parse_arms("perturbations.methods.gaussian:Gaussian:sigma=0.5")
-    assert of_a_package.spec is not None and of_a_package.spec["sigma"] == 0.5
+    assert of_a_package.spec is not None
+    assert of_a_package.spec["sigma"] == 0.5
 
 
 def test_a_sweep_applies_where_it_can_and_sweeps_are_combined() -> None:
@@ -77,14 +83,15 @@ def test_options_of_a_gate_are_swept_where_the_gate_has_them() -> None:
         "neighbor gate=bursts gate.length=8",
         "gaussian gate=top_margin",
     ]
-    both = ids("gumbel", ["perturbation.gate.margin=0.1,0.3", "perturbation.gate=bursts,top_margin"])
-    assert both == [
+    gate_and_option = ids("gumbel", ["perturbation.gate.margin=0.1,0.3", "perturbation.gate=bursts,top_margin"])
+    assert gate_and_option == [
         "gumbel gate=bursts",
         "gumbel gate=top_margin gate.margin=0.1",
         "gumbel gate=top_margin gate.margin=0.3",
     ]
     (arm,) = parse_arms("neighbor:gate=bursts", ["perturbation.gate.length=4"])
-    assert arm.spec is not None and arm.spec["gate.length"] == 4
+    assert arm.spec is not None
+    assert arm.spec["gate.length"] == 4
     assert arm.flags[-2:] == ["--perturbation.gate.length", "4"]
 
 

@@ -37,7 +37,9 @@ def test_the_strength_follows_the_steps_and_measures_are_of_the_rollout(monkeypa
     advantage = SimpleNamespace(**correction, is_correction_threshold=[*BOUNDS])
     args = SimpleNamespace(algo=SimpleNamespace(advantage=advantage), actor=SimpleNamespace(policy_loss_type="ppo"))
     made = maker(strategy=SimpleNamespace(args=args))
-    old, own, mask = torch.tensor([[-1.0]]), torch.tensor([[-1.0 - log(3.0)]]), torch.ones(1, 1)
+    old = torch.tensor([[-1.0]])
+    own = torch.tensor([[-1.0 - log(3.0)]])
+    mask = torch.ones(1, 1)
     for step, strength in ((0, 0.0), (1, 0.25), (4, 1.0), (9, 1.0)):
         made.training_step = step
         given = SimpleNamespace(action_log_probs=old, rollout_log_probs=own, action_mask=mask)

@@ -63,12 +63,13 @@ def test_evaluation_is_plain_unless_asked(spec: dict, perturbed: bool, monkeypat
 
 
 def test_answers_are_numbered_by_round_and_not_by_the_life_of_the_process() -> None:
-    whole, resumed = AnswerNumbers(), AnswerNumbers()
+    uninterrupted = AnswerNumbers()
+    resumed = AnswerNumbers()
     asked = [(prompt, number) for number in (1, 2, 3) for prompt in ("a", "b", "a", "a")]
-    numbers = [whole.next(*one) for one in asked]
+    numbers = [uninterrupted.next(*request) for request in asked]
     assert [number & 0xFFFFF for number in numbers] == [0, 0, 1, 2] * 3
     assert len({(prompt, number) for (prompt, _), number in zip(asked, numbers)}) == len(asked)
-    assert [resumed.next(*one) for one in asked[8:]] == numbers[8:]
+    assert [resumed.next(*request) for request in asked[8:]] == numbers[8:]
 
 
 class Trainer:
@@ -81,7 +82,8 @@ class Trainer:
     eval_dataloader: Any = ("problems",)
 
     def __init__(self, step: int) -> None:
-        self.step, self.evaluated = step, []
+        self.step = step
+        self.evaluated = []
 
     def init_checkpoint_states(self) -> dict[str, int]:
         return {"global_step": self.step}
@@ -92,15 +94,19 @@ class Trainer:
 
 def test_only_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
     run_with(monkeypatch, eval_at_start=True)
-    first, resumed = trainer(Trainer)(0), trainer(Trainer)(7)
-    assert first.init_checkpoint_states() == {"global_step": 0} and resumed.init_checkpoint_states()
+    first = trainer(Trainer)(0)
+    resumed = trainer(Trainer)(7)
+    assert first.init_checkpoint_states() == {"global_step": 0}
+    assert resumed.init_checkpoint_states()
     drawn = {"temperature": 0.6, "max_new_tokens": 12, "n_samples_per_prompt": 4}
-    assert first.evaluated == [(0, drawn)] and resumed.evaluated == []
+    assert first.evaluated == [(0, drawn)]
+    assert resumed.evaluated == []
 
 
 def test_the_flag() -> None:
     command = parse.run_config(["--eval.at_start", "--eval.steps", "4"])
-    assert command.eval_at_start and command.openrlhf == ("--eval.steps", "4")
+    assert command.eval_at_start
+    assert command.openrlhf == ("--eval.steps", "4")
     assert command.conditions == ("eval_at_start",)
     assert not parse.run_config(["--eval.at_start", "false"]).eval_at_start
     with pytest.raises(UsageError, match="needs problems"):

@@ -134,7 +134,8 @@ def test_a_file_that_is_no_dataset(tmp_path: Path, name: str) -> None:
     file = tmp_path / name
     file.write_text('{"input": "x"}\n')
     said = refused("--data.prompt_dataset", str(file))
-    assert f"{file}: is no dataset" in said and ".jsonl" in said
+    assert f"{file}: is no dataset" in said
+    assert ".jsonl" in said
 
 
 def rows(tmp_path: Path, *columns: tuple[Any, Any]) -> list[str]:
@@ -198,7 +199,9 @@ def test_an_incomplete_class_is_its_files_error(
     file.write_text(text)
     assert cli.main([*command, str(file)]) == 2
     error = capsys.readouterr().err
-    assert said in error and "Traceback" not in error and error.count("\n") == 1
+    assert said in error
+    assert "Traceback" not in error
+    assert error.count("\n") == 1
 
 
 def test_what_fails_in_a_users_file_is_not_called_a_bug(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -207,7 +210,8 @@ def test_what_fails_in_a_users_file_is_not_called_a_bug(tmp_path: Path, capsys: 
     file.write_text(f'{HEAD}{DATACLASS}class Mine(Perturbation):\n    """Mine."""\n{SHARE}{made}{PROPOSE}')
     assert cli.main(["train", "--model", "smollm2-135m", "--perturbation", str(file)]) == 1
     error = capsys.readouterr().err
-    assert "line 9 of failing.py fails with TypeError" in error and "report it" not in error
+    assert "line 9 of failing.py fails with TypeError" in error
+    assert "report it" not in error
 
 
 def test_a_subclass_without_options_needs_no_decorator(tmp_path: Path) -> None:

@@ -16,7 +16,8 @@ def test_every_registry_has_its_row() -> None:
     of_ours = [one for one in Registry.instances if one.base.startswith(("ngrpo.", "perturbations:"))]
     assert {kind.registry for kind in KINDS.values()} == set(of_ours)
     for kind in KINDS.values():
-        assert of_registry(kind.registry) is kind and issubclass(kind.registry.base_class(), object)
+        assert of_registry(kind.registry) is kind
+        assert issubclass(kind.registry.base_class(), object)
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=list(KINDS))
@@ -33,5 +34,6 @@ def test_an_option_named_as_a_method_is_refused(kind: Kind) -> None:
 @pytest.mark.parametrize("kind", KINDS.values(), ids=list(KINDS))
 def test_what_a_row_names_is_there(kind: Kind) -> None:
     assert (ROOT / kind.page).is_file()
-    assert "${Class}" in kind.template() and "${Class}" in kind.template("test_")
+    assert "${Class}" in kind.template()
+    assert "${Class}" in kind.template("test_")
     assert (kind in run_level_kinds()) == (not kind.flag.startswith("--perturbation"))

@@ -54,7 +54,8 @@ def evaluated(tmp_path: Path, source: str) -> list[tuple[str, Any]]:
     for problem in problems:
         tasks.score(problem, "1")
     seen = reward_calls.load(str(file)).__globals__["SEEN"]
-    labels, seen[:] = [*seen], []
+    labels = [*seen]
+    seen[:] = []
     return [(problem.question, label) for problem, label in zip(problems, labels, strict=True)]
 
 
@@ -92,7 +93,8 @@ def test_training_gets_what_evaluation_reads(monkeypatch: pytest.MonkeyPatch, tm
     file.write_text(text, encoding="utf-8")
     check_files(Flags(["--data.prompt_dataset", str(file), "--data.label_key", "label"]))
     dataset = trained(monkeypatch, tmp_path, str(file))
-    assert dataset.labels == labels and [type(label) for label in dataset.labels] == [type(label) for label in labels]
+    assert dataset.labels == labels
+    assert [type(label) for label in dataset.labels] == [type(label) for label in labels]
     assert evaluated(tmp_path, str(file)) == list(zip(dataset.prompts, dataset.labels))
 
 
@@ -132,12 +134,14 @@ def test_files_of_different_types_and_a_column_that_is_null_for_long(
 ) -> None:
     """`datasets` takes a column's type from the first rows, and cannot join files of different types."""
     rows = [{"input": "Q", "label": "1", "note": None}] * 10_000 + [{"input": "Q", "label": 2, "note": "x"}]
-    first, second = tmp_path / "a.jsonl", tmp_path / "b.csv"
+    first = tmp_path / "a.jsonl"
+    second = tmp_path / "b.csv"
     first.write_text("".join(json.dumps(row) + "\n" for row in rows))
     second.write_text("input,label,note\nR,03,7\n")
     check_files(Flags(["--data.prompt_dataset", f"{first},{second}", "--data.label_key", "label"]))
     dataset = trained(monkeypatch, tmp_path, f"{first}, {second}")
-    assert dataset.labels == ["1"] * 10_000 + ["2", "03"] and dataset.prompts[-1] == "R"
+    assert dataset.labels == ["1"] * 10_000 + ["2", "03"]
+    assert dataset.prompts[-1] == "R"
 
 
 def test_rows_are_bounded_and_drawn_as_upstream_does(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -150,7 +154,8 @@ def test_rows_are_bounded_and_drawn_as_upstream_does(monkeypatch: pytest.MonkeyP
     options: dict[str, Any] = {"probabilities": "0.7,0.3", "seed": 5, "max_count": 6}
     ours = trained(monkeypatch, tmp_path, ",".join(names), **options)
     theirs = UPSTREAM.blending_datasets(",".join(names), strategy=strategy, **options)
-    assert ours.prompts == [row["input"] for row in theirs] and len(ours) > 6
+    assert ours.prompts == [row["input"] for row in theirs]
+    assert len(ours) > 6
     assert trained(monkeypatch, tmp_path, names[0], max_count=2).prompts == ["a0", "a1"]
 
 

@@ -26,7 +26,8 @@ class Trainer:
     prompts_dataloader = range(8)
 
     def __init__(self) -> None:
-        self.samples_generator, self.experience_maker = SimpleNamespace(), makers_state()
+        self.samples_generator = SimpleNamespace()
+        self.experience_maker = makers_state()
 
     def save_logs_and_checkpoints(self, global_step: int, logs_dict: Any = None, client_states: Any = None) -> None:
         Trainer.saved = pickle.dumps(client_states)
@@ -36,13 +37,15 @@ class Trainer:
 
 
 def test_round_and_counts_go_on() -> None:
-    first, second = our_trainer(Trainer)(), our_trainer(Trainer)()
+    first = our_trainer(Trainer)()
+    second = our_trainer(Trainer)()
     first.samples_generator.rollout_round = 7
     first.experience_maker.visits = Visits()
     first.experience_maker.visits.visit(["p", "p"], ["1", "2"])
     first.save_logs_and_checkpoints(7, LOGGED, {"global_step": 7, "data_loader_state_dict": {}})
     states = second.init_checkpoint_states()
-    assert states["global_step"] == 7 and second.samples_generator.rollout_round == 7
+    assert states["global_step"] == 7
+    assert second.samples_generator.rollout_round == 7
     assert second.experience_maker.visits.visit(["p"], ["1"]) == [1]
     assert repr(states["ngrpo"]["visits"]) == "Visits of 2 outcomes", "OpenRLHF prints the states"
 
@@ -57,7 +60,8 @@ def test_where_asynchronous_the_round_goes_with_the_dataloader() -> None:
     class GenerateSamplesActor:
         def __init__(self) -> None:
             self.prompts_dataloader = Loader(range(8))
-            self.samples_generator, self.loaded = SimpleNamespace(rollout_round=0), None
+            self.samples_generator = SimpleNamespace(rollout_round=0)
+            self.loaded = None
 
         def load_state_dict(self, state_dict: Any) -> None:
             self.loaded = state_dict
@@ -67,7 +71,8 @@ def test_where_asynchronous_the_round_goes_with_the_dataloader() -> None:
     state = first.prompts_dataloader.state_dict()
     assert state["ngrpo_length"] == 8, "for the trainer, which prints the steps of the run"
     second.load_state_dict(state)
-    assert second.samples_generator.rollout_round == 7 and second.loaded == {"at": 5}
+    assert second.samples_generator.rollout_round == 7
+    assert second.loaded == {"at": 5}
     second.load_state_dict({"at": 6})  # a checkpoint of stock OpenRLHF
     assert second.loaded == {"at": 6}
 
@@ -76,7 +81,8 @@ def test_checkpoints_of_stock_openrlhf_are_taken_too() -> None:
     Trainer.saved = pickle.dumps({"global_step": 3})
     trainer = our_trainer(Trainer)()
     assert trainer.init_checkpoint_states() == {"global_step": 3}
-    assert not vars(trainer.samples_generator) and trainer.experience_maker == makers_state()
+    assert not vars(trainer.samples_generator)
+    assert trainer.experience_maker == makers_state()
 
 
 @pytest.mark.parametrize("prefix", ["", "bf16_"])
@@ -105,7 +111,8 @@ def test_where_a_run_starts_is_said(tmp_path: Path) -> None:
     assert flag_checks.first_step(Flags(["--ckpt.path", str(tmp_path)])) == "starts at step 0"
     flag_checks.check_checkpoint(flags)
     line = flag_checks.first_step(flags)
-    assert line.startswith("warning: ") and "starts at step 0" in line
+    assert line.startswith("warning: ")
+    assert "starts at step 0" in line
     folder = tmp_path / "_actor"
     folder.mkdir()
     with pytest.raises(UsageError, match=f"no checkpoint in {folder} is complete"):

@@ -77,7 +77,8 @@ def test_a_run_is_the_same_through_its_file_and_its_text(name: str) -> None:
     assert replace(again, openrlhf=run.openrlhf) == run
     assert again.flags() == run.flags()
     text = pickle.loads(pickle.dumps(run))
-    assert text == run and "_extensions" not in vars(text)
+    assert text == run
+    assert "_extensions" not in vars(text)
     for kind in run.specs:
         assert text.part(kind).spec() == again.part(kind).spec() == run.specs[kind]
 
@@ -86,16 +87,17 @@ def test_a_run_is_the_same_through_its_file_and_its_text(name: str) -> None:
 def test_every_recipe_goes_into_the_file(recipe: str) -> None:
     run = parse.run_config(words_of(recipe))
     again = through_file(run)
-    assert again.flags() == run.flags() and again.specs == run.specs
+    assert again.flags() == run.flags()
+    assert again.specs == run.specs
 
 
 def test_every_attribute_of_a_run_is_one_of_its_file() -> None:
     changed = {"specs": {"perturbation": {"name": "soft"}}, "sampling": Sampling(top_k=3), "openrlhf": ("--a", "b")}
-    for known in fields(RunConfig):
-        if known.name in ("run_dir", "log_file", "notes", "machine"):  # where, and what was said
+    for setting in fields(RunConfig):
+        if setting.name in ("run_dir", "log_file", "notes", "machine"):  # where, and what was said
             continue
-        value = changed.get(known.name, {bool: True}.get(type(known.default), 3))
-        assert replace(RunConfig(), **{known.name: value}).flags() != RunConfig().flags(), known.name
+        value = changed.get(setting.name, {bool: True}.get(type(setting.default), 3))
+        assert replace(RunConfig(), **{setting.name: value}).flags() != RunConfig().flags(), setting.name
 
 
 @pytest.fixture
@@ -114,7 +116,8 @@ def test_a_run_leaves_the_file_that_repeats_it(launched: list[RunConfig]) -> Non
     assert train.run(line.split(), report=print) == 0
     assert train.run(["--config", f"one/{FILE}", "--run-dir", "two"], report=print) == 0
     first, second = launched
-    assert first.run_dir is not None and first.run_dir.endswith("/one")
+    assert first.run_dir is not None
+    assert first.run_dir.endswith("/one")
 
     def with_folder(words: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
         return {flag.name: tuple(value.replace("two/", "one/") for value in flag.values) for flag in Flags(words)}
@@ -131,17 +134,20 @@ def test_a_task_and_methods_add_the_flags_that_are_not_given(
     line += " --rollout.n_samples_per_prompt 4 --actor.loss_agg_mode token-mean --eval.dataset e/f"
     assert train.run(line.split(), report=print) == 0
     (started,) = launched
-    given, advantage = Flags(started.openrlhf), {"name": "ngrpo", "n": 1, "max_reward": 1.0}
+    started_flags = Flags(started.openrlhf)
+    advantage = {"name": "ngrpo", "n": 1, "max_reward": 1.0}
     expected = "--data.prompt_dataset r/task/train.jsonl --data.label_key label --ckpt.output_dir r/model"
     expected += " --eval.dataset e/f --actor.policy_loss_type gspo --actor.loss_agg_mode token-mean"
     for flag in Flags(expected.split()):
-        assert [each.values for each in given if each.name == flag.name] == [flag.values], flag.name
+        assert [each.values for each in started_flags if each.name == flag.name] == [flag.values], flag.name
     said = capsys.readouterr().out
-    assert "added to OpenRLHF's flags" in said and "--algo.dynamic_filtering_range -1000000 0.99999" in said
+    assert "added to OpenRLHF's flags" in said
+    assert "--algo.dynamic_filtering_range -1000000 0.99999" in said
     written = json.loads(Path("r/summary.json").read_text())
     sampling = {"temperature": 0.8, "top_p": 1.0, "top_k": None, "min_p": 0.1, "correct_mask": False}
     sampling["score_centering"] = False
-    assert written["advantage"] == advantage and written["sampling"] == sampling
+    assert written["advantage"] == advantage
+    assert written["sampling"] == sampling
 
 
 def test_failed_training_is_code_1(launched: list[RunConfig], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,7 +171,8 @@ def test_a_comparison_starts_each_run_with_such_a_file(monkeypatch: pytest.Monke
         assert train_word == "train"
         read = parse.run_config(parse.with_files(rest))
         assert read == runs.run_config(plan, one, tmp_path / "out" / "runs" / one.id)
-        assert read.spec == one.arm.spec and read.reproducible
+        assert read.spec == one.arm.spec
+        assert read.reproducible
 
 
 BROKEN = {
@@ -192,7 +199,8 @@ def test_dry_run_start_and_comparison_refuse_the_same(
 
     assert cli.main(["train", *words]) == 2
     error = told().rpartition("ngrpo: error: ")[2]
-    assert said in error and not launched
+    assert said in error
+    assert not launched
     assert cli.main(["train", *words, "--dry-run"]) in (1, 2)
     assert error in told()
     strategy = "neighbor" if "--perturbation" in line else "none --eval.at_start" if "at_start" in line else "none"
@@ -202,10 +210,12 @@ def test_dry_run_start_and_comparison_refuse_the_same(
 
 
 def test_the_run_of_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert current_run() == RunConfig() and current_run().perturbation is None
+    assert current_run() == RunConfig()
+    assert current_run().perturbation is None
     run_with(monkeypatch, perturbation={"name": "soft"}, advantage={"name": "ngrpo", "n": 2})
     assert current_run().perturbation is current_run().perturbation, "made once"
-    assert current_run().advantage.n == 2 and current_run().conditions == ("perturbation", "advantage")
+    assert current_run().advantage.n == 2
+    assert current_run().conditions == ("perturbation", "advantage")
     with pytest.raises(UsageError, match="unknown credit"):
         RunConfig(specs={"credit": {"name": "nothing"}}).credit  # noqa: B018
     assert set(FLAGS.values()) == {kind.flag for kind in KINDS.values()}

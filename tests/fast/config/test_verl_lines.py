@@ -34,22 +34,26 @@ def test_the_recipe_for_verl_is_the_recipe(capsys: pytest.CaptureFixture[str]) -
     of_verl = "actor_rollout_ref.actor.ppo_epochs"  # 1 in both, which is verl's own
     different = {key: value for key, value in printed.items() if key != of_verl and by_hand.get(key) != value}
     assert {key: value for key, value in different.items() if by_hand.get(key, "").lower() != value} == {}
-    assert printed["trainer.v1.trainer_mode"] == "perturbed" and printed["+perturbation.name"] == "neighbor"
+    assert printed["trainer.v1.trainer_mode"] == "perturbed"
+    assert printed["+perturbation.name"] == "neighbor"
     assert "--reward.remote_url" in said
 
 
 def test_options_and_an_advantage(capsys: pytest.CaptureFixture[str]) -> None:
     words = "--model m --task arithmetic --perturbation gumbel --perturbation.tau 0.5 --perturbation.strict"
     printed, _ = printed_for(capsys, f"{words} --advantage rs_grpo --algo.kl.init_coef 0")
-    assert printed["+perturbation.tau"] == "0.5" and printed["+perturbation.strict"] == "true"
-    assert printed["algorithm.adv_estimator"] == "rs_grpo" and printed["+advantage.beta"] == "2.0"
+    assert printed["+perturbation.tau"] == "0.5"
+    assert printed["+perturbation.strict"] == "true"
+    assert printed["algorithm.adv_estimator"] == "rs_grpo"
+    assert printed["+advantage.beta"] == "2.0"
 
 
 def test_defaults_of_openrlhf_that_verl_has_not(capsys: pytest.CaptureFixture[str]) -> None:
     """A KL term that no flag names is OpenRLHF's default; what verl cannot do is named."""
     words = "--model m --task arithmetic --algo.advantage.estimator group_norm --sampling.top_k 20 --reproducible"
     printed, said = printed_for(capsys, f"{words} --report.groups 2")
-    assert printed["algorithm.use_kl_in_reward"] == "true" and printed["algorithm.kl_ctrl.kl_coef"] == "0.01"
+    assert printed["algorithm.use_kl_in_reward"] == "true"
+    assert printed["algorithm.kl_ctrl.kl_coef"] == "0.01"
     assert printed["actor_rollout_ref.rollout.top_k"] == "20"
     assert said.rstrip().endswith("--reproducible, --report.groups, --task")
 
@@ -71,7 +75,8 @@ def test_what_an_advantage_can_go_with(capsys: pytest.CaptureFixture[str]) -> No
     words = "--model m --task arithmetic --advantage pass_at_k --advantage.k 1 --algo.kl.use_loss"
     printed, _ = printed_for(capsys, words)
     assert printed["algorithm.adv_estimator"] == "pass_at_k"
-    assert printed["actor_rollout_ref.actor.use_kl_loss"] == "true" and "algorithm.use_kl_in_reward" not in printed
+    assert printed["actor_rollout_ref.actor.use_kl_loss"] == "true"
+    assert "algorithm.use_kl_in_reward" not in printed
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,8 @@ def test_the_screen_shows_what_is_for_the_user(tmp_path: Path) -> None:
             file.write(pieces.pop(0))
         return not pieces
 
-    screen, seen = io.StringIO(), list(follow(log, ended, every=0.0))
+    screen = io.StringIO()
+    seen = list(follow(log, ended, every=0.0))
     assert [line for line in seen if line] == text.replace("\r", "\n").splitlines()
     show_progress(seen, screen)
     assert [line.split("s  ", 1)[1] for line in screen.getvalue().splitlines()] == ["starting", STEP[7:-1]]
@@ -84,6 +85,9 @@ finally:
     assert written.startswith("ngrpo: step 1") and "step 1" not in done.stdout, "the log of an earlier run is continued"
     assert all(line in written for line in ("python line", "child line", "raw error line", STEP))
     out = done.stdout.splitlines()
-    assert done.returncode == 2 and (out[0], out[-1]) == ("before", "after")
-    assert "step 3: reward 0.219" in done.stdout and "child line" not in done.stdout
-    assert "child line" in done.stderr and f"the whole log: {log}" in done.stderr
+    assert done.returncode == 2
+    assert (out[0], out[-1]) == ("before", "after")
+    assert "step 3: reward 0.219" in done.stdout
+    assert "child line" not in done.stdout
+    assert "child line" in done.stderr
+    assert f"the whole log: {log}" in done.stderr

@@ -48,7 +48,8 @@ def test_every_object_exists_and_has_a_docstring_and_an_example(page: Path) -> N
     sections = re.split(r"^## ", page.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]
     assert len(sections) > 5
     for section in sections:
-        title, objects = section.splitlines()[0], OBJECT.findall(section)
+        title = section.splitlines()[0]
+        objects = OBJECT.findall(section)
         assert objects, f"{title}: no object"
         assert EXAMPLE.search(section) or "Needs an engine: run by " in section, f"{title}: no example"
         for address in objects:

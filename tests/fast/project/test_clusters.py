@@ -53,7 +53,8 @@ def test_a_slurm_job(tmp_path: Path, nodes: int) -> None:
     env = {"SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_GPUS_ON_NODE": "8"}
     env |= {"SLURM_CPUS_PER_TASK": "32", "SLURM_JOB_NUM_NODES": str(nodes), "SLURM_JOB_ID": "1234567", "RUN_DIR": ""}
     steps = called(tmp_path, "slurm.sbatch", programs, "--train.seed", "7", **env)
-    assert len(steps) == nodes + 1 and all(step[1:3] == ["--cpus-per-task", "32"] for step in steps)
+    assert len(steps) == nodes + 1
+    assert all(step[1:3] == ["--cpus-per-task", "32"] for step in steps)
     training = next(step[step.index("ngrpo") :] for step in steps if "ngrpo" in step)
     run_dir = ["--ckpt.load_enable", "--run-dir", "runs/slurm-1234567"]
     assert training == ["ngrpo", "train", *run_dir, "--train.seed", "7"]
@@ -78,10 +79,12 @@ def test_the_rayjob_is_whole() -> None:
     job = yaml.safe_load((FOLDER / "kuberay.yaml").read_text())
     assert job["kind"] == "RayJob"
     program, command, *words = shlex.split(job["spec"]["entrypoint"])
-    assert (program, command) == ("ngrpo", "train")
+    assert program == "ngrpo"
+    assert command == "train"
     copied = [word.replace("/workspace/examples", str(FOLDER.parent)) for word in words]
     parsed = parse.run_config(parse.with_files(copied))
-    assert parsed.spec is not None and parsed.spec["name"] == "neighbor"
+    assert parsed.spec is not None
+    assert parsed.spec["name"] == "neighbor"
     assert Flags(parsed.openrlhf).has("--train.colocate_all")
     cluster = job["spec"]["rayClusterSpec"]
     groups = [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]

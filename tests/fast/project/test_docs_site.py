@@ -29,7 +29,8 @@ METHODS = [(kept, name) for kept in FLAGS for name in kept.in_tree()]
 def test_every_method_has_a_page_that_says_what_it_does(kept: Any, name: str) -> None:
     page = method_pages.page(kept, name)
     heads = re.findall(r"^## (.+)$", page, re.MULTILINE)
-    assert page.startswith(f"# `{name}`\n\n") and "Options" in heads
+    assert page.startswith(f"# `{name}`\n\n")
+    assert "Options" in heads
     assert f"`{FLAGS[kept]} {name}`" in page
     assert ":class:" not in page
     assert "``" not in page.replace("```", "")
@@ -147,4 +148,5 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     architecture = (tmp_path / "architecture.html").read_text(encoding="utf-8")
     assert "ActorPPOTrainer.broadcast_to_vllm" in architecture, "the table of patches"
     api = (tmp_path / "api" / "perturbations.html").read_text(encoding="utf-8")
-    assert 'id="perturbations.base.Perturbation.propose"' in api and ":class:" not in api
+    assert 'id="perturbations.base.Perturbation.propose"' in api
+    assert ":class:" not in api

@@ -64,7 +64,8 @@ def glossary() -> dict[str, str]:
 
 def test_the_glossary_has_each_term_once_in_a_dozen_lines() -> None:
     terms = glossary()
-    assert set(terms) == set(OTHERS) and len(terms) <= 12
+    assert set(terms) == set(OTHERS)
+    assert len(terms) <= 12
     assert all(20 < len(meaning) < 200 for meaning in terms.values())
 
 

@@ -96,20 +96,29 @@ STACK = all(map(find_spec, ("openrlhf", "vllm", "ray")))
 ELSEWHERE = yaml.safe_load((ROOT / "tests/data/commands_run_elsewhere.yaml").read_text(encoding="utf-8"))
 OPTIONAL = ("trl",)  # packages that examples need and `make` does not set up
 COMMANDS = list(dict.fromkeys(commands()))
-HERE = [each for each in COMMANDS if not any(re.fullmatch(pattern, each.line) for pattern, *_ in ELSEWHERE)]
+
+
+def is_run_elsewhere(command: Command) -> bool:
+    return any(re.fullmatch(pattern, command.line) for pattern, *_ in ELSEWHERE)
+
+
+HERE = [command for command in COMMANDS if not is_run_elsewhere(command)]
 
 
 def test_what_is_run_elsewhere_is_shown_somewhere_and_has_its_runner() -> None:
     for pattern, _, runner in ELSEWHERE:
-        assert any(re.fullmatch(pattern, each.line) for each in COMMANDS), f"nothing shows {pattern}: take it out"
+        is_shown = any(re.fullmatch(pattern, command.line) for command in COMMANDS)
+        assert is_shown, f"nothing shows {pattern}: take it out"
         assert (ROOT / runner).exists(), runner
 
 
 def test_make_is_called_with_targets_that_are_there() -> None:
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    texts = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
-    called = set(re.findall(r"`make ([\w-]+)", texts)) | {c.words[1] for c in COMMANDS if c.words[0] == "make"}
-    assert called <= targets and len(called) > 8
+    called = {command.words[1] for command in COMMANDS if command.words[0] == "make"}
+    for page in PAGES:
+        called.update(re.findall(r"`make ([\w-]+)", page.read_text(encoding="utf-8")))
+    assert called <= targets
+    assert len(called) > 8
 
 
 @pytest.fixture
@@ -127,14 +136,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         (tmp_path / f"{name}.jsonl").write_text((json.dumps(row) + "\n") * 128)
     (tmp_path / "reward.py").write_text("def reward_func(queries, prompts, labels):\n    return [0.0] * len(queries)\n")
     monkeypatch.chdir(tmp_path)
-    kept = (registry.perturbations, registry.gates)
-    before = [set(each.registered) for each in kept]
+    names_before = {kind: set(kind.registered) for kind in (registry.perturbations, registry.gates)}
     yield tmp_path
-    # What the commands loaded from files is forgotten; what is loaded of the tree on the way stays, as ever.
-    for each, names in zip(kept, before):
-        for name in set(each.registered) - names:
-            if not each.registered[name].__module__.startswith("perturbations."):
-                del each.registered[name]
+    # What the commands loaded from files is forgotten; what is loaded of the tree on the way stays.
+    for kind, names in names_before.items():
+        for name in set(kind.registered) - names:
+            if not kind.registered[name].__module__.startswith("perturbations."):
+                del kind.registered[name]
 
 
 def stood_in(words: list[str]) -> list[str]:
@@ -224,7 +232,8 @@ def known_flags(capsys: pytest.CaptureFixture[str]) -> set[str]:
 
 @pytest.mark.skipif(not STACK, reason="needs OpenRLHF's parser")
 def test_flags_that_the_text_names_exist(capsys: pytest.CaptureFixture[str]) -> None:
-    known, unknown = known_flags(capsys), []
+    known = known_flags(capsys)
+    unknown = []
     for page in PAGES:
         spans = re.findall(r"`([^`\n]+)`", page.read_text(encoding="utf-8"))
         named = {flag for span in spans for flag in re.findall(r"(?<![\w-])--[\w.-]*\w", span)}

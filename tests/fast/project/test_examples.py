@@ -59,8 +59,10 @@ def test_each_row_of_the_ablation_is_a_strategy() -> None:
     plan, ids = read("ablation.yaml")
     rows = [line for line in (EXAMPLES / "ablation.yaml").read_text().splitlines() if line.lstrip().startswith("- ")]
     assert len(set(ids)) == len(ids) == len(rows)
-    assert plan.baseline == "none base=grpo" and plan.seeds == (0, 1, 2)
-    assert plan.evaluation is not None and plan.evaluation[plan.evaluation.index("--n") + 1] == "32"
+    assert plan.baseline == "none base=grpo"
+    assert plan.seeds == (0, 1, 2)
+    assert plan.evaluation is not None
+    assert plan.evaluation[plan.evaluation.index("--n") + 1] == "32"
     assert not any(arm.notes for arm in plan.arms), "a row of the ablation would be greedy decoding"
 
 
@@ -69,7 +71,8 @@ def test_each_row_of_the_ablation_is_a_strategy() -> None:
 def test_the_comparison_of_all_methods_has_all_of_them(tmp_path: Path) -> None:
     """Each row is a training that is accepted, and every method of the tree is in one."""
     plan, ids = read("all_methods.yaml")
-    assert len(set(ids)) == len(ids) and plan.baseline in ids
+    assert len(set(ids)) == len(ids)
+    assert plan.baseline in ids
     for kept, flag in FLAGS.items():
         words = {"--perturbation": ""}.get(flag, f"{flag.removeprefix('--')}=")
         missing = {name for name in kept.in_tree() if not any(f"{words}{name}" in line.split() for line in ids)}
@@ -120,7 +123,8 @@ def test_each_recipe_passes_a_dry_run(name: str, placement: str, capsys: pytest.
         return
     assert "WRONG" not in text.out
     if placement != "rehearsal_cpu":
-        assert f"{1 if '_1_gpu' in placement else 8} GPU" in text.out and "actor: optimizer" in text.out
+        assert f"{1 if '_1_gpu' in placement else 8} GPU" in text.out
+        assert "actor: optimizer" in text.out
 
 
 @pytest.mark.more

@@ -30,7 +30,8 @@ def test_there_is_one_version() -> None:
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The wheel, built from a copy: a build leaves folders in its source."""
-    copy, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
+    copy = tmp_path_factory.mktemp("source")
+    out = tmp_path_factory.mktemp("wheel")
     for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, copy)
     for name in PACKAGES:
@@ -61,7 +62,8 @@ def test_the_wheel_installs_and_runs_where_nothing_else_is(wheel: Path, tmp_path
         return subprocess.run(words, check=True, capture_output=True, text=True, env={}, cwd=tmp_path).stdout
 
     file, version = told(str(python), "-c", asked).split()
-    assert Path(file).is_relative_to(tmp_path) and version == perturbations.__version__
+    assert Path(file).is_relative_to(tmp_path)
+    assert version == perturbations.__version__
     assert told(str(tmp_path / "bin" / "ngrpo"), "--version").strip() == f"ngrpo {perturbations.__version__}"
     assert told(str(tmp_path / "bin" / "ngrpo"), "--help").startswith("usage: ngrpo")
 

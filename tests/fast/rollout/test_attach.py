@@ -22,7 +22,9 @@ class Worker:
 
     def __init__(self) -> None:
         self.perturbation = AttachedPerturbation.__new__(AttachedPerturbation)
-        self.perturbation._ahead, self.perturbation._runner, self.perturbation._tokenizer = True, None, None
+        self.perturbation._ahead = True
+        self.perturbation._runner = None
+        self.perturbation._tokenizer = None
         self.perturbation.perturbation = create("neighbor", metric="l2")
         self.perturbation.requests = SimpleNamespace(running=0)
         self.perturbation.embeddings = matrix_embeddings(torch.tensor([[0.0], [1.0], [3.0], [10.0]]))
@@ -44,17 +46,26 @@ def wake_up(worker: Worker, *args: Any, **kwargs: Any) -> None:
     plugin.after_wake_up(Worker.wake_up)(worker, *args, **kwargs)
 
 
-@pytest.mark.parametrize(("method", "given"), [("prepare", []), ("replace", [create("gumbel")]), ("drift", [])])
-def test_what_reads_weights_is_refused(method: str, given: list[Any]) -> None:
+@pytest.mark.parametrize(
+    ("method", "arguments"),
+    [
+        ("prepare", []),
+        ("replace", [create("gumbel")]),
+        ("drift", []),
+    ],
+)
+def test_what_reads_weights_is_refused_while_the_engine_sleeps(method: str, arguments: list[Any]) -> None:
     worker = asleep()
-    for _ in range(2):
-        with pytest.raises(UsageError, match=r"engine sleeps.*wake_up\(tags=\['weights'\]\)"):
-            getattr(worker.perturbation, method)(*given)
-        wake_up(worker, ["kv_cache"])  # of a hybrid engine the last part to wake
+    read_weights = getattr(worker.perturbation, method)
+    with pytest.raises(UsageError, match=r"engine sleeps.*wake_up\(tags=\['weights'\]\)"):
+        read_weights(*arguments)
+    wake_up(worker, ["kv_cache"])
+    with pytest.raises(UsageError, match=r"engine sleeps.*wake_up\(tags=\['weights'\]\)"):
+        read_weights(*arguments)
 
 
-@pytest.mark.parametrize("tags", [(), (None,), (["weights"],), (["kv_cache", "weights"],)])
-def test_an_engine_that_is_awake_again_is_not(tags: tuple[Any, ...]) -> None:
+@pytest.mark.parametrize("tags", [(), (None,), (["weights"],), (["kv_cache", "weights"],)], ids=str)
+def test_an_engine_whose_weights_are_awake_again_takes_them(tags: tuple[Any, ...]) -> None:
     worker = asleep()
     wake_up(worker, *tags)
     worker.perturbation.prepare()
@@ -69,9 +80,11 @@ def test_a_perturbation_that_cannot_load_leaves_the_old_one(tmp_path: Path) -> N
     model = SimpleNamespace(dtype=torch.float32, model=str(tmp_path), revision=None)
     attached: Any = Worker().perturbation
     attached._runner = SimpleNamespace(max_num_reqs=2, max_model_len=16, device=torch.device("cpu"), model_config=model)
-    attached._vocabulary, attached._hidden = 64, 4
+    attached._vocabulary = 64
+    attached._hidden = 4
     attached._tokenizer = SimpleNamespace(token_bytes=[b"a"] * 64)
-    attached.module, attached._hooks = nn.Linear(1, 1), [SimpleNamespace(remove=lambda: pytest.fail("a hook is gone"))]
+    attached.module = nn.Linear(1, 1)
+    attached._hooks = [SimpleNamespace(remove=lambda: pytest.fail("a hook is gone"))]
     before = dict(vars(attached))
     with pytest.raises(UsageError, match=r"was trained with start=0\.5"):
         attached.replace(create("hrpo", k=2, until=None))

@@ -26,9 +26,11 @@ class Attached(AttachedPerturbation):
     def __init__(self, embedding: torch.Tensor) -> None:
         self.embeddings = matrix_embeddings(embedding)
         self.perturbation = create("neighbor", metric="l2")
-        self.module, self._ahead = None, True
+        self.module = None
+        self._ahead = True
         self._runner = SimpleNamespace(reload_weights=self.load, get_model=lambda: self._runner)
-        self._runner.load_weights, self._matrix = self.load, embedding
+        self._runner.load_weights = self.load
+        self._matrix = embedding
         self.forgotten = 0
         self.perturber = SimpleNamespace(weights_changed=self.forget)
 
@@ -44,28 +46,58 @@ class Attached(AttachedPerturbation):
         return self.embeddings.index("l2", "input").query(torch.tensor([0]), 2)[0][0].tolist()
 
 
-def test_on_a_gpu_the_table_is_computed_at_the_end_of_a_sync(monkeypatch: pytest.MonkeyPatch) -> None:
+START = torch.tensor([[0.0], [1.0], [3.0], [10.0], [12.0]])
+MOVED = torch.tensor([[0.0], [20.0], [3.0], [10.0], [12.0]])
+
+
+@pytest.fixture
+def searched_rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The number of rows of each search for neighbors."""
+    rows: list[int] = []
+    search = ExactIndex.search
+
+    def counted_search(self: ExactIndex, tokens: Any, k: int) -> Any:
+        rows.append(len(tokens))
+        return search(self, tokens, k)
+
+    monkeypatch.setattr(ExactIndex, "search", counted_search)
+    return rows
+
+
+def test_on_a_gpu_the_table_is_computed_at_the_end_of_a_sync(searched_rows: list[int]) -> None:
     """Not after each parameter, of which OpenRLHF sends hundreds; and never while requests are running."""
-    filled: list[int] = []
-    fill = ExactIndex.search
-    monkeypatch.setattr(ExactIndex, "search", lambda self, t, k: (filled.append(len(t)), fill(self, t, k))[1])
-    start = torch.tensor([[0.0], [1.0], [3.0], [10.0], [12.0]])
-    moved = torch.tensor([[0.0], [20.0], [3.0], [10.0], [12.0]])
-    attached = Attached(start.clone())
+    attached = Attached(START.clone())
     runner = attached._runner
     follow_weights(runner, attached)
     attached.prepare()
-    assert sum(filled) == 5 and attached.nearest() == [1, 2] and sum(filled) == 5
+    assert sum(searched_rows) == 5
+    assert attached.nearest() == [1, 2]
+    assert sum(searched_rows) == 5
+
     for _ in range(3):
-        runner.load_weights([("embed_tokens.weight", moved)])
-    assert sum(filled) == 5 and attached.forgotten == 3
+        runner.load_weights([("embed_tokens.weight", MOVED)])
+    assert sum(searched_rows) == 5
+    assert attached.forgotten == 3
     attached.prepare()  # OpenRLHF's last parameter
-    assert sum(filled) == 10 and attached.nearest() == [2, 3] and sum(filled) == 10
-    runner.reload_weights([("embed_tokens.weight", start)])
-    assert sum(filled) == 15 and attached.nearest() == [1, 2] and sum(filled) == 15
-    attached._ahead = False  # a CPU: rows as they are needed
-    runner.reload_weights([("embed_tokens.weight", moved)])
-    assert sum(filled) == 15 and attached.nearest() == [2, 3] and sum(filled) == 16
+    assert sum(searched_rows) == 10
+    assert attached.nearest() == [2, 3]
+    assert sum(searched_rows) == 10
+
+    runner.reload_weights([("embed_tokens.weight", START)])
+    assert sum(searched_rows) == 15
+    assert attached.nearest() == [1, 2]
+    assert sum(searched_rows) == 15
+
+
+def test_on_a_cpu_rows_are_computed_as_they_are_needed(searched_rows: list[int]) -> None:
+    attached = Attached(START.clone())
+    attached._ahead = False
+    runner = attached._runner
+    follow_weights(runner, attached)
+    runner.reload_weights([("embed_tokens.weight", MOVED)])
+    assert sum(searched_rows) == 0
+    assert attached.nearest() == [2, 3]
+    assert sum(searched_rows) == 1
 
 
 @pytest.mark.parametrize("method", ["update_weight", "update_weight_cuda_ipc"])

@@ -13,7 +13,9 @@ from torch import nn
 from ngrpo.rollout import runners
 from ngrpo.rollout.output_layer import OutputLayer, output_layer_of
 
-ROWS, HIDDEN, VOCABULARY = 3, 4, 8
+ROWS = 3
+HIDDEN = 4
+VOCABULARY = 8
 
 
 class Model:
@@ -31,12 +33,15 @@ def output_layer_with_model() -> tuple[OutputLayer, Any]:
 def test_logits_are_left_to_the_graph_once_and_within_the_context_only() -> None:
     layer, model = output_layer_with_model()
     hidden = torch.ones(ROWS, HIDDEN)
-    assert model.compute_logits(hidden).sum() == ROWS * HIDDEN and layer.take() is None
+    assert model.compute_logits(hidden).sum() == ROWS * HIDDEN
+    assert layer.take() is None
     with layer.left_to_graph():
         placeholder = model.compute_logits(hidden)
-        assert placeholder.is_meta and placeholder.shape == (ROWS, VOCABULARY)
+        assert placeholder.is_meta
+        assert placeholder.shape == (ROWS, VOCABULARY)
         assert not model.compute_logits(hidden).is_meta, "logits of prompts follow"
-        assert layer.take() is hidden and layer.take() is None
+        assert layer.take() is hidden
+        assert layer.take() is None
     with layer.left_to_graph():
         model.compute_logits(hidden)
     assert layer.take() is None, "a step that failed leaves nothing to the next one"
@@ -120,7 +125,9 @@ class Perturber:
         return None
 
     def finish(self, scaled: Any, temperature: Any, drawable: Any, greedy: Any, output_hidden: Any = None) -> Any:
-        assert scaled.shape == (ROWS, VOCABULARY) and greedy is None and drawable is scaled
+        assert scaled.shape == (ROWS, VOCABULARY)
+        assert greedy is None
+        assert drawable is scaled
         self.drawn_from.append("logits" if output_hidden is None else "hidden states")
         assert scaled.is_meta == (output_hidden is not None)
         return torch.arange(ROWS)
@@ -187,8 +194,10 @@ def test_a_step_of_vllm_is_drawn_from_hidden_states(monkeypatch: pytest.MonkeyPa
     perturber = Perturber()
     output, num_sampled, _rejected = step_of_vllm(monkeypatch, perturber)()
     assert perturber.drawn_from == ["hidden states"]
-    assert output.sampled_token_ids.tolist() == [[0], [1], [2]] and num_sampled.tolist() == [1] * ROWS
-    assert output.logprobs_tensors is None and output.num_nans is None
+    assert output.sampled_token_ids.tolist() == [[0], [1], [2]]
+    assert num_sampled.tolist() == [1] * ROWS
+    assert output.logprobs_tensors is None
+    assert output.num_nans is None
 
 
 def test_a_grammar_and_a_step_without_a_graph_have_their_logits_outside(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,7 +260,8 @@ def model_of(monkeypatch: pytest.MonkeyPatch, processors: int = 1, own: bool = F
 
 def test_the_output_layer_of_a_v2_runner(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = output_layer_of(runner_of(model_of(monkeypatch)), VOCABULARY)
-    assert layer is not None and layer.examples(2).shape == (2, HIDDEN)
+    assert layer is not None
+    assert layer.examples(2).shape == (2, HIDDEN)
 
 
 @pytest.mark.parametrize("changes", [{"version": "V1"}, {"ranks": 2}, {"lora": object()}])

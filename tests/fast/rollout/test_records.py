@@ -13,14 +13,22 @@ from ngrpo.rollout.records import check_installed
 from ngrpo.trainers.common.sample_records import PickUps
 from perturbations import FinishedTrajectory, ReplayRecord
 
-PROMPT, COMPUTED = 3, 6
+PROMPT = 3
+COMPUTED = 6
 
 
-def sent() -> dict[str, bytes]:
-    """What a worker hands over: three prompt tokens, six computed ones, two of them perturbed, one past the answer."""
-    positions = np.array([4, 8], np.int32)
-    ids, weights = np.array([[5, 7], [5, 9]], np.int32), np.full((2, 2), 0.5, np.float32)
-    record = ReplayRecord(11, PROMPT, PROMPT + COMPUTED, positions, ids, weights, None, np.ones(2, bool))
+def handed_over() -> dict[str, bytes]:
+    """Three prompt tokens, six computed ones, inputs 4 and 8 perturbed, of which 8 may be past the response."""
+    record = ReplayRecord(
+        seed=11,
+        prompt_tokens=PROMPT,
+        num_tokens=PROMPT + COMPUTED,
+        positions=np.array([4, 8], np.int32),
+        ids=np.array([[5, 7], [5, 9]], np.int32),
+        weights=np.full((2, 2), 0.5, np.float32),
+        sigma=None,
+        agreed=np.ones(2, bool),
+    )
     return FinishedTrajectory(record, np.arange(COMPUTED, dtype=np.float32)).pack()
 
 
@@ -36,9 +44,11 @@ class FrontEnd:
         records.keep_length(lambda front, state: None)(self, state)
 
 
-def engine(front: FrontEnd, taken: dict[str, Any]) -> Any:
+def engine(front: FrontEnd, trajectories: dict[str, Any]) -> Any:
+    """An engine of one worker, which hands over ``trajectories``."""
+
     def collective_rpc(method: str, args: tuple[Any, ...] = ()) -> list[Any]:
-        return ["{}"] if method == "perturbation_fingerprint" else [taken]
+        return ["{}"] if method == "perturbation_fingerprint" else [trajectories]
 
     return SimpleNamespace(llm_engine=SimpleNamespace(output_processor=front, collective_rpc=collective_rpc))
 
@@ -46,14 +56,25 @@ def engine(front: FrontEnd, taken: dict[str, Any]) -> Any:
 def test_a_record_is_cut_to_the_response() -> None:
     front = FrontEnd()
     front.finish("0-aaaaaaaa", 5)
-    front.finish("1-bbbbbbbb", COMPUTED)
-    found = take_trajectories(engine(front, {"0-aaaaaaaa": sent(), "1-bbbbbbbb": sent(), "2-cccccccc": sent()}))
-    record, log_probs = found["0"]
-    assert (record.prompt_tokens, record.num_tokens, record.positions.tolist()) == (PROMPT, PROMPT + 5, [4])
+
+    record, log_probs = take_trajectories(engine(front, {"0-aaaaaaaa": handed_over()}))["0"]
+
+    assert record.prompt_tokens == PROMPT
+    assert record.num_tokens == PROMPT + 5
+    assert record.positions.tolist() == [4]
     assert log_probs.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
-    for name in ("1", "2"):  # one that computed no more, and one whose end nobody told of
-        record, log_probs = found[name]
-        assert (record.num_tokens, record.positions.tolist(), len(log_probs)) == (PROMPT + COMPUTED, [4, 8], COMPUTED)
+
+
+def test_a_record_that_computed_no_more_than_the_response_is_complete() -> None:
+    """Request 1 ended where its worker did; nobody told of the end of request 2."""
+    front = FrontEnd()
+    front.finish("1-bbbbbbbb", COMPUTED)
+    trajectories = take_trajectories(engine(front, {"1-bbbbbbbb": handed_over(), "2-cccccccc": handed_over()}))
+    for name in ("1", "2"):
+        record, log_probs = trajectories[name]
+        assert record.num_tokens == PROMPT + COMPUTED
+        assert record.positions.tolist() == [4, 8]
+        assert len(log_probs) == COMPUTED
 
 
 def test_a_length_is_told_once_and_few_wait_for_a_reader(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,24 +116,33 @@ def test_one_node_without_the_plugin_is_named() -> None:
 
 
 class Engine:
-    """Answers a call after a while, as an engine does that is busy with a step; two ranks hold half of all each."""
+    """Answers a call after a while, as an engine does that is busy with a step; two ranks hold half of all each.
+
+    Args:
+        missing: the requests whose records are gone.
+        fails: the number of calls that raise.
+    """
 
     def __init__(self, missing: tuple[str, ...] = (), fails: int = 0) -> None:
         self.calls: list[list[str]] = []
         self.output_processor = FrontEnd()
-        self._missing, self._fails = missing, fails
+        self._missing = missing
+        self._fails = fails
 
     async def collective_rpc(self, method: str, args: Any) -> Any:
-        assert method == "perturbation_take" and args[1] is None
-        self.calls.append(args[0])
+        names, end = args
+        assert method == "perturbation_take"
+        assert end is None
+        self.calls.append(names)
         await asyncio.sleep(0.01)
         if len(self.calls) <= self._fails:
             raise ValueError("no such method")
-        found = [(f"{name}-12345678", (name.encode(), b"", b"")) for name in args[0] if name not in self._missing]
-        return [dict(found[rank::2]) for rank in range(2)]
+        held = [(f"{name}-12345678", (name.encode(), b"", b"")) for name in names if name not in self._missing]
+        return [dict(held[0::2]), dict(held[1::2])]
 
 
-async def taken(engine: Engine, names: list[str]) -> list[Any]:
+async def take_all(engine: Engine, names: list[str]) -> list[Any]:
+    """The trajectories or errors of these requests, which all wait at once."""
     pick_ups = PickUps(engine)
     return await asyncio.gather(*(pick_ups.take(name) for name in names), return_exceptions=True)
 
@@ -127,20 +157,23 @@ def test_what_is_asked_for_during_a_call_goes_with_the_next() -> None:
         answers = await asyncio.gather(*first, *later)
         assert [answer[0].decode() for answer in answers] == engine.calls[0] + engine.calls[1]
         assert [len(call) for call in engine.calls] == [3, 100]
-        assert (await pick_ups.take("c"))[0] == b"c" and len(engine.calls) == 3
+        assert (await pick_ups.take("c"))[0] == b"c"
+        assert len(engine.calls) == 3
 
     asyncio.run(run())
 
 
 def test_one_record_that_is_gone_does_not_take_the_others_with_it() -> None:
-    answers = asyncio.run(taken(Engine(missing=("b",)), ["a", "b", "c"]))
-    assert answers[0][0] == b"a" and answers[2][0] == b"c"
-    assert isinstance(answers[1], RuntimeError) and "request b is gone" in str(answers[1])
+    a, b, c = asyncio.run(take_all(Engine(missing=("b",)), ["a", "b", "c"]))
+    assert a[0] == b"a"
+    assert c[0] == b"c"
+    assert isinstance(b, RuntimeError)
+    assert "request b is gone" in str(b)
 
 
 def test_an_error_reaches_all_that_waited_for_the_call() -> None:
-    answers = asyncio.run(taken(Engine(fails=1), ["a", "b"]))
-    assert [type(answer) for answer in answers] == [ValueError, ValueError]
+    errors = asyncio.run(take_all(Engine(fails=1), ["a", "b"]))
+    assert [type(error) for error in errors] == [ValueError, ValueError]
 
 
 def test_a_cancelled_trajectory_does_not_hold_up_the_others() -> None:

@@ -27,8 +27,17 @@ from perturbations import FinishedTrajectory, ReplayRecord
 from perturbations.errors import UsageError
 from perturbations.replay.trajectory import model_fingerprint
 
-AT, IDS, WEIGHTS = np.array([2]), np.array([[5]]), np.array([[1.0]], dtype=np.float32)
-KEPT = ReplayRecord(7, 2, 4, AT, IDS, WEIGHTS, None, np.array([True]), model=model_fingerprint(49152, 576))
+KEPT = ReplayRecord(
+    seed=7,
+    prompt_tokens=2,
+    num_tokens=4,
+    positions=np.array([2]),
+    ids=np.array([[5]]),
+    weights=np.array([[1.0]], dtype=np.float32),
+    sigma=None,
+    agreed=np.array([True]),
+    model=model_fingerprint(49152, 576),
+)
 RECORD = KEPT.to_bytes()
 OF_ANOTHER_MODEL = dataclasses.replace(KEPT, model=model_fingerprint(49152, 960)).to_bytes()
 WITH_A_TOKEN_TOO_MANY = dataclasses.replace(KEPT, ids=np.array([[49152]])).to_bytes()
@@ -47,19 +56,25 @@ def params(arguments: Any) -> Params:
     return Params(extra_args={"perturbation": arguments, "other": 1})
 
 
-def test_arguments_pass_and_text_is_read() -> None:
-    for untouched in (
-        Params(extra_args=None),
-        Params(extra_args={"other": 1}),
-        params({"seed": 3, "record": RECORD}),
-        params({"training_step": 7, "scheduled": False, "answer": 3, "answers": 4}),
-    ):
-        assert checked(untouched, MODEL) is untouched
+@pytest.mark.parametrize(
+    "untouched",
+    [
+        pytest.param(Params(extra_args=None), id="no extra arguments"),
+        pytest.param(Params(extra_args={"other": 1}), id="those of others"),
+        pytest.param(params({"seed": 3, "record": RECORD}), id="seed and record"),
+        pytest.param(params({"training_step": 7, "scheduled": False, "answer": 3, "answers": 4}), id="a training's"),
+    ],
+)
+def test_good_arguments_pass_as_they_are(untouched: Params) -> None:
+    assert checked(untouched, MODEL) is untouched
+
+
+def test_arguments_in_a_text_are_read() -> None:
     text = json.dumps({"seed": 3, "enabled": True, "record": base64.b64encode(RECORD).decode()})
-    given = params(text)
-    found = checked(given, MODEL)
-    assert found.extra_args == {"perturbation": {"seed": 3, "enabled": True, "record": RECORD}, "other": 1}
-    assert given.extra_args["perturbation"] == text
+    request = params(text)
+    read = checked(request, MODEL)
+    assert read.extra_args == {"perturbation": {"seed": 3, "enabled": True, "record": RECORD}, "other": 1}
+    assert request.extra_args["perturbation"] == text, "the request's own parameters stay"
 
 
 @pytest.mark.parametrize(
@@ -87,8 +102,11 @@ def test_bad_arguments_are_refused(arguments: Any, said: str) -> None:
     assert said in str(error.value)
 
 
+RETURN_RECORD = '{"seed": 3, "return_record": true}'
+
+
 @pytest.mark.parametrize(
-    ("changed", "said"),
+    ("changed", "message"),
     [
         ({"repetition_penalty": 1.1}, r"sampled with repetition_penalty=1\.1, so .* --generation-config vllm"),
         ({"presence_penalty": 0.5, "min_tokens": 3}, r"presence_penalty=0\.5, min_tokens=3, so"),
@@ -96,28 +114,30 @@ def test_bad_arguments_are_refused(arguments: Any, said: str) -> None:
         ({"bad_words": ["no"]}, r"bad_words=\['no'\]"),
         ({"allowed_token_ids": [1, 2]}, r"allowed_token_ids=\[1, 2\]"),
         ({"structured_outputs": "a grammar"}, "structured_outputs='a grammar'"),
-        ({"temperature": 0.3, "top_p": 0.5, "bad_words": [], "repetition_penalty": 1.0}, None),
     ],
 )
-def test_a_server_returns_log_probabilities_of_the_model_alone(changed: dict[str, Any], said: str | None) -> None:
+def test_a_server_returns_log_probabilities_of_the_model_alone(changed: dict[str, Any], message: str) -> None:
     """``checked`` sees the parameters that vLLM has made, with what the model's generation_config.json sets."""
-    text = '{"seed": 3, "return_record": true}'
-    request = Params(extra_args={"perturbation": text}, **changed)
-    if said is None:
-        assert checked(request, MODEL).extra_args == {"perturbation": {"seed": 3}}
-    else:
-        with pytest.raises(UsageError, match=said):
-            checked(request, MODEL)
+    with_record = Params(extra_args={"perturbation": RETURN_RECORD}, **changed)
+    with pytest.raises(UsageError, match=message):
+        checked(with_record, MODEL)
     without_record = Params(extra_args={"perturbation": '{"seed": 3}'}, **changed)
     assert checked(without_record, MODEL).extra_args == {"perturbation": {"seed": 3}}
 
 
+def test_a_temperature_and_a_filter_leave_log_probabilities_of_the_model() -> None:
+    changed = {"temperature": 0.3, "top_p": 0.5, "bad_words": [], "repetition_penalty": 1.0}
+    for text in (RETURN_RECORD, '{"seed": 3}'):
+        request = Params(extra_args={"perturbation": text}, **changed)
+        assert checked(request, MODEL).extra_args == {"perturbation": {"seed": 3}}
+
+
 def test_a_record_is_for_one_response() -> None:
-    given = Params(extra_args={"perturbation": {"record": RECORD}}, n=2)
+    request = Params(extra_args={"perturbation": {"record": RECORD}}, n=2)
     with pytest.raises(UsageError, match=r"'record'.*with n=2: .* would all be the same"):
-        checked(given, MODEL)
-    given.n = 1
-    assert checked(given, MODEL) is given
+        checked(request, MODEL)
+    request.n = 1
+    assert checked(request, MODEL) is request
 
 
 def test_a_prompt_in_parts_is_refused() -> None:
@@ -150,10 +170,19 @@ def test_an_engine_whose_patches_do_not_match_loads_no_model(monkeypatch: pytest
 
 
 class Server:
-    """What stands behind the middleware: keeps what arrives, and answers. Each of its two ranks holds half of all."""
+    """What stands behind the middleware; each of its two ranks holds half of the records.
+
+    Attributes:
+        answer: the body of its response.
+        held: by the internal name of a request, its packed trajectory.
+        received: the body of the last request.
+        headers: of the response.
+    """
 
     def __init__(self, answer: dict[str, Any], held: dict[str, Any], lengths: dict[str, int] | None = None) -> None:
-        self.answer, self.held, self.got = answer, held, None
+        self.answer = answer
+        self.held = held
+        self.received = None
         self.state = SimpleNamespace(engine_client=self)
         self.output_processor = SimpleNamespace(**{LENGTHS: lengths or {}})
         self.headers: list[tuple[bytes, bytes]] = []
@@ -162,9 +191,10 @@ class Server:
         """What is done before the answer."""
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        self.got = json.loads((await receive())["body"])
-        self.begin(dict(scope["headers"]))
-        assert dict(scope["headers"])[b"content-length"] == str(len(json.dumps(self.got))).encode()
+        headers = dict(scope["headers"])
+        self.received = json.loads((await receive())["body"])
+        self.begin(headers)
+        assert headers[b"content-length"] == str(len(json.dumps(self.received))).encode()
         await send({"type": "http.response.start", "status": 200, "headers": self.headers})
         body = json.dumps(self.answer).encode()
         await send({"type": "http.response.body", "body": body[:5], "more_body": True})
@@ -173,20 +203,27 @@ class Server:
     async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
         if method == "perturbation_fingerprint":
             return ["abc"]
-        asked = [name for name in self.held if name.rpartition("-")[0] in args[0]]
-        return [{name: self.held[name] for name in asked[rank::2]} for rank in range(2)]
+        request_names = args[0]
+        held_names = [name for name in self.held if name.rpartition("-")[0] in request_names]
+        first_rank = {name: self.held[name] for name in held_names[0::2]}
+        second_rank = {name: self.held[name] for name in held_names[1::2]}
+        return [first_rank, second_rank]
+
+
+ONE_CHOICE = {"id": "cmpl-1", "choices": [{"index": 0}]}
 
 
 def ask(
     server: Server, request: Any, path: str = "/v1/completions", headers: dict[bytes, bytes] | None = None
 ) -> tuple[int, Any]:
-    """Status and answer of one request through the middleware."""
-    messages = asked(server, json.dumps(request).encode(), path, headers or {})
-    return messages[0]["status"], json.loads(b"".join(message.get("body", b"") for message in messages[1:]))
+    """Status and content of the response to one request through the middleware."""
+    start, *bodies = messages_of(server, json.dumps(request).encode(), path, headers or {})
+    content = b"".join(message.get("body", b"") for message in bodies)
+    return start["status"], json.loads(content)
 
 
-def asked(server: Server, body: bytes, path: str, headers: dict[bytes, bytes]) -> list[Any]:
-    """What the middleware sends in answer to a body."""
+def messages_of(server: Server, body: bytes, path: str, headers: dict[bytes, bytes]) -> list[Any]:
+    """The messages that the middleware sends in response to a body."""
     sent: list[Any] = []
 
     async def receive() -> Any:
@@ -195,8 +232,8 @@ def asked(server: Server, body: bytes, path: str, headers: dict[bytes, bytes]) -
     async def send(message: Any) -> None:
         sent.append(message)
 
-    sizes = [(b"content-length", str(len(body)).encode())]
-    scope = {"type": "http", "method": "POST", "path": path, "headers": [*sizes, *headers.items()], "app": server}
+    all_headers = [(b"content-length", str(len(body)).encode()), *headers.items()]
+    scope = {"type": "http", "method": "POST", "path": path, "headers": all_headers, "app": server}
     asyncio.run(PerturbationMiddleware(server)(scope, receive, send))
     return sent
 
@@ -214,72 +251,94 @@ LOG_PROBS = np.array([-0.5, -1.0], dtype=np.float32)
     ],
 )
 def test_each_choice_has_its_record(path: str, choices: list[int], names: list[str]) -> None:
-    answer = {"id": "chatcmpl-1" if "chat" in path else "cmpl-1", "choices": [{"index": index} for index in choices]}
-    kept = [dataclasses.replace(KEPT, seed=i) for i in range(len(names))]
-    held = {f"{name}-12345678": FinishedTrajectory(kept[i], LOG_PROBS).pack() for i, name in enumerate(names)}
+    """``names`` are vLLM's internal ones of the choices 0, 1, ..., before their random suffix."""
+    request_id = "chatcmpl-1" if "chat" in path else "cmpl-1"
+    answer = {"id": request_id, "choices": [{"index": index} for index in choices]}
+    records = [dataclasses.replace(KEPT, seed=index) for index in range(len(names))]
+    held = {f"{name}-12345678": FinishedTrajectory(own, LOG_PROBS).pack() for name, own in zip(names, records)}
     server = Server(answer, held)
-    status, found = ask(server, {"prompt": "a", "perturbation": {"seed": 3, "return_record": True}}, path)
+
+    status, content = ask(server, {"prompt": "a", "perturbation": {"seed": 3, "return_record": True}}, path)
+
     assert status == 200
-    for choice in found["choices"]:
-        assert base64.b64decode(choice["perturbation_record"]) == kept[choice["index"]].to_bytes()
+    assert [choice["index"] for choice in content["choices"]] == choices
+    for choice in content["choices"]:
+        assert base64.b64decode(choice["perturbation_record"]) == records[choice["index"]].to_bytes()
         assert choice["perturbation_log_probs"] == [-0.5, -1.0]
-    assert server.got == {"prompt": "a", "vllm_xargs": {"perturbation": '{"seed": 3, "return_record": true}'}}
+    assert server.received == {"prompt": "a", "vllm_xargs": {"perturbation": '{"seed": 3, "return_record": true}'}}
 
 
 class NamingServer(Server):
     """Calls a request what its client does, as vLLM: by the header, or else by the field; says so in both places."""
 
     def begin(self, headers: dict[bytes, bytes]) -> None:
-        name = headers.get(b"x-request-id", b"").decode() or self.got.get("request_id", "made-up")
+        name = headers.get(b"x-request-id", b"").decode() or self.received.get("request_id", "made-up")
+        number = len(self.held)
         self.answer = {"id": f"cmpl-{name}", "choices": [{"index": 0}]}
-        record = dataclasses.replace(KEPT, seed=len(self.held))
-        self.held |= {f"cmpl-{name}-0-{len(self.held):08}": FinishedTrajectory(record, LOG_PROBS).pack()}
+        own_record = dataclasses.replace(KEPT, seed=number)
+        self.held[f"cmpl-{name}-0-{number:08}"] = FinishedTrajectory(own_record, LOG_PROBS).pack()
         self.headers = [(b"x-request-id", name.encode())]
 
 
 @pytest.mark.parametrize(
-    ("fields", "headers", "name"),
+    ("fields", "headers", "name", "requests"),
     [
-        ({}, {b"x-request-id": b"mine"}, "mine"),
-        ({"request_id": "mine"}, {}, "mine"),
-        ({}, {}, "made-up"),
+        pytest.param({}, {b"x-request-id": b"mine"}, "mine", 3, id="named by the header"),
+        pytest.param({"request_id": "mine"}, {}, "mine", 3, id="named by the field"),
+        pytest.param({}, {}, "made-up", 1, id="named by vLLM"),
     ],
 )
-def test_requests_of_one_id_get_their_own_records(fields: Any, headers: dict[bytes, bytes], name: str) -> None:
+def test_requests_of_one_id_get_their_own_records(
+    fields: Any, headers: dict[bytes, bytes], name: str, requests: int
+) -> None:
     server = NamingServer({}, {})
     body = json.dumps({"prompt": "a", "perturbation": {"return_record": True}, **fields}).encode()
-    for i in range(3 if name == "mine" else 1):
-        start, content = asked(server, body, "/v1/completions", headers)
+    for number in range(requests):
+        start, content = messages_of(server, body, "/v1/completions", headers)
         answer = json.loads(content["body"])
-        assert ReplayRecord.from_bytes(base64.b64decode(answer["choices"][0]["perturbation_record"])).seed == i
+        record = ReplayRecord.from_bytes(base64.b64decode(answer["choices"][0]["perturbation_record"]))
+        assert record.seed == number
         assert answer["id"] == f"cmpl-{name}"
         assert dict(start["headers"])[b"x-request-id"] == name.encode()
-    assert len({key.rpartition("-")[0] for key in server.held}) == len(server.held)
+    internal_names = {key.rpartition("-")[0] for key in server.held}
+    assert len(internal_names) == requests
 
 
-def test_a_record_ends_where_its_answer_does() -> None:
+def test_a_record_ends_where_its_response_does() -> None:
     """At a stop string the worker is already further: here by one of two tokens, which the edit at 3 was fed for."""
     further = FinishedTrajectory(dataclasses.replace(KEPT, positions=np.array([3])), LOG_PROBS).pack()
-    answer = {"id": "cmpl-1", "choices": [{"index": 0}]}
-    server = Server(answer, {"cmpl-1-0-12345678": further}, {"cmpl-1-0-12345678": 1})
-    _, found = ask(server, {"prompt": "a", "stop": ["b"], "perturbation": {"return_record": True}})
-    (choice,) = found["choices"]
+    server = Server(ONE_CHOICE, {"cmpl-1-0-12345678": further}, {"cmpl-1-0-12345678": 1})
+
+    _, content = ask(server, {"prompt": "a", "stop": ["b"], "perturbation": {"return_record": True}})
+
+    (choice,) = content["choices"]
     record = ReplayRecord.from_bytes(base64.b64decode(choice["perturbation_record"]))
-    assert (record.num_tokens, len(record), choice["perturbation_log_probs"]) == (3, 0, [-0.5])
+    assert record.num_tokens == 3
+    assert len(record) == 0
+    assert choice["perturbation_log_probs"] == [-0.5]
     assert not vars(server.output_processor)[LENGTHS]
 
 
-def test_other_requests_go_by() -> None:
-    server = Server({"id": "cmpl-1", "choices": [{"index": 0}]}, {})
-    assert ask(server, {"prompt": "a"}) == (200, server.answer) and server.got == {"prompt": "a"}
+def test_a_request_without_a_perturbation_goes_by() -> None:
+    server = Server(ONE_CHOICE, {})
+    assert ask(server, {"prompt": "a"}) == (200, server.answer)
+    assert server.received == {"prompt": "a"}
+
+
+def test_a_request_for_an_embedding_goes_by() -> None:
+    server = Server(ONE_CHOICE, {})
     assert ask(server, {"perturbation": {"seed": 3}}, "/v1/embeddings") == (200, server.answer)
-    assert server.got == {"perturbation": {"seed": 3}}
+    assert server.received == {"perturbation": {"seed": 3}}
+
+
+def test_arguments_join_the_others_of_a_request() -> None:
+    server = Server(ONE_CHOICE, {})
     assert ask(server, {"perturbation": {"enabled": False}, "vllm_xargs": {"a": 1}}) == (200, server.answer)
-    assert server.got == {"vllm_xargs": {"a": 1, "perturbation": '{"enabled": false}'}}
+    assert server.received == {"vllm_xargs": {"a": 1, "perturbation": '{"enabled": false}'}}
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("fields", "message"),
     [
         ({"perturbation": 3}, "perturbation is 3: must be a dictionary with seed"),
         ({"perturbation": {"seed": "three"}}, r"perturbation\['seed'\]='three': must be an integer from 0"),
@@ -290,13 +349,15 @@ def test_other_requests_go_by() -> None:
         ({"perturbation": {"return_record": "yes"}}, "must be true or false"),
     ],
 )
-def test_wrong_fields_are_refused_before_anything_runs(fields: dict[str, Any], said: str) -> None:
-    server = Server({"id": "cmpl-1", "choices": [{"index": 0}]}, {})
-    status, answer = ask(server, {"prompt": "a", **fields})
-    assert status == 400 and re.search(said, answer["error"]["message"]), answer
-    assert server.got is None
+def test_wrong_fields_are_refused_before_anything_runs(fields: dict[str, Any], message: str) -> None:
+    server = Server(ONE_CHOICE, {})
+    status, content = ask(server, {"prompt": "a", **fields})
+    assert status == 400
+    assert re.search(message, content["error"]["message"])
+    assert server.received is None
 
 
 def test_a_record_that_is_gone_is_an_error() -> None:
-    found = ask(Server({"id": "cmpl-1", "choices": [{"index": 0}]}, {}), {"perturbation": {"return_record": True}})
-    assert found[0] == 500 and "the replay buffer dropped it" in found[1]["error"]["message"]
+    status, content = ask(Server(ONE_CHOICE, {}), {"perturbation": {"return_record": True}})
+    assert status == 500
+    assert "the replay buffer dropped it" in content["error"]["message"]

@@ -10,7 +10,9 @@ from ngrpo.rollout.trajectories import TrajectoryStore
 from perturbations import create, seeds
 from perturbations.registry import buffers
 
-ONE, OTHER, SAMPLES = "a-12345678", "b_c-12345678", ["0_d-12345678", "1_d-12345678"]
+ONE = "a-12345678"
+OTHER = "b_c-12345678"
+SAMPLES = ["0_d-12345678", "1_d-12345678"]
 
 
 def test_by_internal_and_external_id() -> None:
@@ -20,7 +22,8 @@ def test_by_internal_and_external_id() -> None:
     assert [external_id(name) for name in (ONE, SAMPLES[0], "bare", "-12345678")] == ["a", "0_d", "bare", "-12345678"]
     names.discard(ONE)
     names.discard("never there")
-    assert names.matching(["a"]) == ["a-87654321"] and len(names) == 5
+    assert names.matching(["a"]) == ["a-87654321"]
+    assert len(names) == 5
 
 
 def test_of_several_requests_of_one_id_the_newest_comes_last() -> None:
@@ -63,13 +66,17 @@ class Books:
 def test_records_are_handed_over_once_and_dropped_with_all_samples() -> None:
     books = Books()
     books.run(ONE, *SAMPLES)
-    assert list(books.requests.take(["a"])) == [ONE] and books.requests.take(["a"]) == {}
+    assert list(books.requests.take(["a"])) == [ONE]
+    assert books.requests.take(["a"]) == {}
     books.end(ONE, SAMPLES[0])
-    assert books.buffer.names() == [SAMPLES[0]] and len(books.requests._names) == 2
+    assert books.buffer.names() == [SAMPLES[0]]
+    assert len(books.requests._names) == 2
     books.requests.drop(["d-12345678"])
     books.end(SAMPLES[1])
-    assert not books.buffer.names() and not books.store.live
-    assert not books.requests._dropped and len(books.requests._names) == 0
+    assert not books.buffer.names()
+    assert not books.store.live
+    assert not books.requests._dropped
+    assert len(books.requests._names) == 0
 
 
 def test_what_the_buffer_has_dropped_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:

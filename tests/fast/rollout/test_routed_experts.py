@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A worker's notes of each token's experts, step by step: shared prompts, chunks, preemption, tokens drawn again."""
 
-from collections.abc import Callable, Sequence
-from types import SimpleNamespace
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,8 +21,10 @@ class Layer:
 
     def __init__(self, chosen: int = 1, *, is_monolithic: bool = False, experts: int = 300) -> None:
         self.moe_config = SimpleNamespace(experts_per_token=chosen, num_logical_experts=experts)
-        self.is_monolithic, self._quant_method = is_monolithic, None
-        self.router, self.take = self, None
+        self.is_monolithic = is_monolithic
+        self._quant_method = None
+        self.router = self
+        self.take = None
 
     def set_capture_fn(self, take: Callable[[torch.Tensor], None]) -> None:
         self.take = take
@@ -48,7 +50,9 @@ class Worker:
         runner = SimpleNamespace(
             get_model=lambda: None, max_num_tokens=16, device="cpu", vllm_config=config, kv_cache_config=caches
         )
-        self.routed, self.store, self.step = RoutedExperts(runner), TrajectoryStore(4, 64), 0
+        self.routed = RoutedExperts(runner)
+        self.store = TrajectoryStore(4, 64)
+        self.step = 0
         self.routed.restart(self.store)
 
     def open(self, name: str, prompt: int, blocks: Sequence[int]) -> int:
@@ -57,30 +61,49 @@ class Worker:
         self.schedule(new={name: blocks})
         return slot
 
-    def schedule(self, new: dict[str, Any] | None = None, more: dict[str, Any] | None = None, again: Any = ()) -> None:
-        fresh = [SimpleNamespace(req_id=name, block_ids=(blocks,)) for name, blocks in (new or {}).items()]
-        ids = [None if blocks is None else (blocks,) for blocks in (more or {}).values()]
-        cached = SimpleNamespace(req_ids=[*(more or {})], new_block_ids=ids, resumed_req_ids=set(again))
-        output = SimpleNamespace(scheduled_new_reqs=fresh, scheduled_cached_reqs=cached)
+    def schedule(
+        self,
+        new: Mapping[str, Sequence[int]] = MappingProxyType({}),
+        more: Mapping[str, Sequence[int] | None] = MappingProxyType({}),
+        again: Sequence[str] = (),
+    ) -> None:
+        """A step of the scheduler.
+
+        Args:
+            new: by the name of a new request, its blocks.
+            more: by the name of a running request, its further blocks or None.
+            again: the names of those that go on after a preemption.
+        """
+        further_blocks = [None if blocks is None else (blocks,) for blocks in more.values()]
+        output = SimpleNamespace(
+            scheduled_new_reqs=[SimpleNamespace(req_id=name, block_ids=(blocks,)) for name, blocks in new.items()],
+            scheduled_cached_reqs=SimpleNamespace(
+                req_ids=list(more), new_block_ids=further_blocks, resumed_req_ids=set(again)
+            ),
+        )
         self.routed.follow(output, self.store.live)
 
     def run(self, *rows: tuple[int, int, int, bool]) -> Any:
         """A forward of rows (slot, first position, tokens, whether a token is drawn); its step, on its way."""
-        slots, starts, counts = (np.array(part, dtype=np.int64) for part in zip(*(row[:3] for row in rows)))
-        self.routed.begin(slots, starts, counts, np.array([row[3] for row in rows]))
+        slots, starts, counts, drawn = (np.array(column) for column in zip(*rows))
+        self.routed.begin(slots, starts, counts, drawn)
         self.step += 10
-        ids = np.concatenate([self.step + np.arange(start, start + count) for _, start, count, _ in rows])
+        positions = [np.arange(start, start + count) for start, count in zip(starts, counts)]
+        ids = self.step + np.concatenate(positions)
         for layer in self.layers:
             layer.take(torch.from_numpy(ids)[:, None])
-        return self.routed.take(lambda part: part)
+        return self.routed.take(lambda tensor: tensor)
 
     def write(self, *rows: tuple[int, int, int, bool]) -> None:
         self.routed.write(self.run(*rows))
 
     def experts(self, slot: int) -> list[int]:
-        found = self.routed.read(slot)
-        assert found.dtype == np.uint16 and found.shape[1:] == (2, 1) and (found[:, 0] == found[:, 1]).all()
-        return found[:, 0, 0].tolist()
+        """The expert of each token, the same in both layers."""
+        by_layer = self.routed.read(slot)
+        assert by_layer.dtype == np.uint16
+        assert by_layer.shape[1:] == (2, 1)
+        assert (by_layer[:, 0] == by_layer[:, 1]).all()
+        return by_layer[:, 0, 0].tolist()
 
 
 @pytest.fixture
@@ -112,7 +135,8 @@ def test_a_block_that_is_used_again_belongs_to_its_new_prompt(worker: Worker) ->
     worker.write((two, 0, 3, True))
     three = worker.open("three", 3, [5, 9])
     worker.write((three, 2, 1, True))
-    assert worker.experts(two) == [20, 21, 22] and worker.experts(three) == [20, 21, 32]
+    assert worker.experts(two) == [20, 21, 22]
+    assert worker.experts(three) == [20, 21, 32]
 
 
 def test_a_preempted_request_keeps_what_its_tokens_were_drawn_with(worker: Worker) -> None:

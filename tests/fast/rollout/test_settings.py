@@ -31,7 +31,7 @@ def strategy(seed: int = 3, updates: int = 0) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("line", "asked"),
+    ("line", "reproducible"),
     [
         ("--reproducible --model m", True),
         ("--reproducible=no", False),
@@ -39,9 +39,9 @@ def strategy(seed: int = 3, updates: int = 0) -> Any:
         ("--perturbation neighbor", False),
     ],
 )
-def test_it_is_a_setting_of_the_run(line: str, asked: bool) -> None:
+def test_it_is_a_setting_of_the_run(line: str, reproducible: bool) -> None:
     command = parse.run_config(line.split())
-    assert command.reproducible is asked
+    assert command.reproducible is reproducible
     assert "reproducible" not in (command.spec or {})
     assert (command.spec is None) is ("neighbor" not in line)
 
@@ -56,20 +56,32 @@ def test_seeded_draws_install_what_draws_the_tokens(spec: dict | None) -> None:
     config = {} if spec is None else {"perturbation": spec}
     assert settings.read(config) is None
     perturbation = settings.read({**config, "seeded_draws": True})
-    assert perturbation is not None and not perturbation.active
+    assert perturbation is not None
+    assert not perturbation.active
     with pytest.raises(UsageError, match="seeded_draws"):
         settings.read({**config, "seeded_draws": "yes"})
 
 
+def replaced_modules(conditions: Any) -> set[str]:
+    """The names of our modules that have something in place of upstream's, under these conditions of a run."""
+    paths = [row.ours.split(":")[0] for row in active(conditions) if row.ours]
+    return {path.rpartition(".")[2] for path in paths}
+
+
 def test_an_unperturbed_run_has_stock_training() -> None:
-    """Its draws are seeded and its order is fixed, without replay and density; the rest is in every run."""
-    rows = active(run_of(reproducible=True).conditions), active([TRAINING])
-    ours, always = ({row.ours.split(":")[0].rpartition(".")[2] for row in part if row.ours} for part in rows)
-    assert ours == {"samples_generator", "trainer"}
-    novelty = active(run_of(advantage=advantages.create("rep_exp").spec()).conditions)
-    assert any("PolicyModelActor" in row.target for row in novelty), "its actors hand over hidden states"
+    """Its draws are seeded and its order is fixed, without replay and density."""
+    assert replaced_modules(run_of(reproducible=True).conditions) == {"samples_generator", "trainer"}
+
+
+def test_what_every_training_replaces() -> None:
     of_training = {"trainer", "experience_maker", "step_advantages", "actor_trainer", "rollout_actor", "prompt_rows"}
-    assert always == of_training | {"processes", "build_locks"}, "free ports, and locks of killed builds"
+    free_ports_and_killed_builds = {"processes", "build_locks"}
+    assert replaced_modules([TRAINING]) == of_training | free_ports_and_killed_builds
+
+
+def test_the_actors_of_a_novelty_advantage_hand_over_hidden_states() -> None:
+    conditions = run_of(advantage=advantages.create("rep_exp").spec()).conditions
+    assert any("PolicyModelActor" in row.target for row in active(conditions))
 
 
 def test_the_order_of_prompts_follows_the_seed_alone() -> None:
@@ -93,40 +105,53 @@ def test_the_order_of_training_follows_seed_and_step(monkeypatch: pytest.MonkeyP
         def ppo_train(self, kl_ctl: float) -> dict[str, Any]:
             return {"order": torch.randperm(1000).tolist()}
 
-    orders = []
-    for noise in (0, 1):
-        torch.manual_seed(noise)
-        orders.append([actor_trainer(ActorPPOTrainer)(updates).ppo_train(0.0) for updates in (0, 2)])
-    assert orders[0] == orders[1], "a process that was resumed after two updates has the orders of one that was not"
-    assert orders[0][0] != orders[0][1]
+    def orders(process_seed: int) -> list[dict[str, Any]]:
+        """The results of a process at its first step, and at the one after two updates."""
+        torch.manual_seed(process_seed)
+        return [actor_trainer(ActorPPOTrainer)(updates).ppo_train(0.0) for updates in (0, 2)]
+
+    first, later = orders(process_seed=0)
+    assert orders(process_seed=1) == [first, later], "a resumed process has the orders of one that was not"
+    assert first != later
 
 
 class Generator:
-    """As OpenRLHF's SamplesGenerator: two engines that were sent 3 of the 4 requests, or all of them."""
+    """As OpenRLHF's SamplesGenerator, with two samples for each prompt; ``unfinished`` are the requests by engine."""
 
-    def __init__(self, arrived: tuple[int, int]) -> None:
-        def engine(unfinished: int) -> Any:
-            pause, count = SimpleNamespace(remote=lambda: None), SimpleNamespace(remote=lambda: unfinished)
-            calls = {"pause_generation": pause, "resume_generation": pause, "get_num_unfinished_requests": count}
-            return SimpleNamespace(**calls)
+    def __init__(self, unfinished: tuple[int, int]) -> None:
+        def engine(count: int) -> Any:
+            nothing = SimpleNamespace(remote=lambda: None)
+            return SimpleNamespace(
+                pause_generation=nothing,
+                resume_generation=nothing,
+                get_num_unfinished_requests=SimpleNamespace(remote=lambda: count),
+            )
 
-        algo, rollout = SimpleNamespace(dynamic_filtering_enable=False), SimpleNamespace(n_samples_per_prompt=2)
-        self.args = SimpleNamespace(algo=algo, rollout=rollout)
-        self.vllm_engines = [engine(count) for count in arrived]
+        self.args = SimpleNamespace(
+            algo=SimpleNamespace(dynamic_filtering_enable=False),
+            rollout=SimpleNamespace(n_samples_per_prompt=2),
+        )
+        self.vllm_engines = [engine(count) for count in unfinished]
 
     def _dispatch_prompts_to_vllm(self, prompts: list[str], labels: list[str]) -> list[list[str]]:
         return [[prompt, prompt] for prompt in prompts]
 
 
-@pytest.mark.parametrize(("arrived", "lapsed"), [((2, 2), False), ((2, 1), True)])
-def test_an_incomplete_batch_is_said(
-    arrived: tuple[int, int], lapsed: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("arrived", "warned"),
+    [
+        pytest.param((2, 2), False, id="all four requests"),
+        pytest.param((2, 1), True, id="three of four"),
+    ],
+)
+def test_a_batch_that_does_not_arrive_in_time_is_warned_of(
+    arrived: tuple[int, int], warned: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(get=lambda found: found, put=lambda value: value))
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(get=lambda results: results, put=lambda value: value))
     run_with(monkeypatch, reproducible=True)
     monkeypatch.setattr(samples_generator, "_PATIENCE_SECONDS", 0.05)
     generator = samples_generator.samples_generator(Generator)(arrived)
     with caplog.at_level(logging.WARNING):
-        answers = generator._dispatch_prompts_to_vllm(["a", "b"], ["", ""])
-    assert answers == [["a", "a", "b", "b"]]
-    assert ("only 3 of 4 requests" in caplog.text) is lapsed
+        responses = generator._dispatch_prompts_to_vllm(["a", "b"], ["", ""])
+    assert responses == [["a", "a", "b", "b"]]
+    assert ("only 3 of 4 requests" in caplog.text) is warned

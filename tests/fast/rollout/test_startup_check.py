@@ -50,7 +50,9 @@ class Scheduler:
     """As vLLM's, which counts no requests that a pause holds back."""
 
     def __init__(self, waiting: int = 0, state: PauseState = PauseState.UNPAUSED, finished: int = 0) -> None:
-        self.waiting, self.pause_state, self.finished = waiting, state, finished
+        self.waiting = waiting
+        self.pause_state = state
+        self.finished = finished
 
     def set_pause_state(self, state: PauseState) -> None:
         self.pause_state = state
@@ -92,7 +94,8 @@ def test_a_paused_engine_is_checked_and_paused_again(state: PauseState) -> None:
     """
     core = core_with(Scheduler(state=state, finished=2))
     startup_check.check_when_idle(core)
-    assert core.states == [PauseState.UNPAUSED] and core.scheduler.pause_state == state
+    assert core.states == [PauseState.UNPAUSED]
+    assert core.scheduler.pause_state == state
     startup_check.check_before_request(core)
     assert len(core.states) == 1, "nothing is due any more"
 
@@ -102,7 +105,8 @@ def test_requests_that_a_pause_holds_back_make_an_engine_busy(state: PauseState)
     core = core_with(Scheduler(waiting=1, state=state))
     startup_check.check_when_idle(core)
     startup_check.check_before_request(core)
-    assert not core.states and core.scheduler.pause_state == state
+    assert not core.states
+    assert core.scheduler.pause_state == state
     core.scheduler.waiting = 0
     startup_check.check_before_request(core)
     assert len(core.states) == 1
@@ -118,19 +122,22 @@ def test_the_pause_of_a_sleeping_engine_is_not_lifted() -> None:
     assert len(core.states) == 1
 
 
-@pytest.mark.parametrize(("waiting", "told"), [(0, True), (1, False)])
-def test_workers_hear_of_finished_requests_before_a_perturbation_is_replaced(waiting: int, told: bool) -> None:
+@pytest.mark.parametrize(("waiting", "steps_first"), [(0, True), (1, False)])
+def test_workers_hear_of_finished_requests_before_a_perturbation_is_replaced(waiting: int, steps_first: bool) -> None:
     """The step that tells them would lose the tokens of requests that are running."""
-    core, calls = core_with(Scheduler(waiting=waiting, finished=2)), []
+    core = core_with(Scheduler(waiting=waiting, finished=2))
+    calls = []
 
     def step() -> tuple[dict[int, Any], bool]:
         core.scheduler.finished = 0
         calls.append("step")
         return {}, False
 
-    core.step_fn, core.post_step, core.batch_queue = step, lambda executed: None, None
+    core.step_fn = step
+    core.post_step = lambda executed: None
+    core.batch_queue = None
     startup_check.with_calls_of_core(lambda self, method: calls.append(method))(core, "perturbation_replace")
-    assert calls == [*(["step"] if told else []), "perturbation_replace"]
+    assert calls == [*(["step"] if steps_first else []), "perturbation_replace"]
 
 
 def test_no_request_runs_after_a_proof_that_failed() -> None:

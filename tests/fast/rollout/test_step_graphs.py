@@ -102,7 +102,8 @@ def test_a_graph_that_computes_the_logits_has_the_bits_of_its_parts(
     monkeypatch: pytest.MonkeyPatch, computed_in_graphs: list[bool], name: str, plan: str
 ) -> None:
     same_bits(monkeypatch, name, OUTPUT_PLANS[plan], rate=0.7)
-    assert computed_in_graphs and all(computed_in_graphs)
+    assert computed_in_graphs
+    assert all(computed_in_graphs)
 
 
 @pytest.mark.parametrize(
@@ -116,7 +117,8 @@ def test_what_reads_logits_or_hidden_states_keeps_the_logits_outside(
     monkeypatch: pytest.MonkeyPatch, computed_in_graphs: list[bool], name: str, plan: Plan
 ) -> None:
     same_bits(monkeypatch, name, plan, rate=0.7)
-    assert computed_in_graphs and not any(computed_in_graphs)
+    assert computed_in_graphs
+    assert not any(computed_in_graphs)
 
 
 @pytest.mark.slow
@@ -151,7 +153,8 @@ def test_buckets() -> None:
     assert bucket_sizes(64) == (2, 4, 8, 16, 32, 64)
     assert bucket_sizes(65)[-1] == 96
     assert bucket_sizes(1024)[-1] == 512
-    assert rows_of_buffers(50) == 64 and rows_of_buffers(1024) == 1024
+    assert rows_of_buffers(50) == 64
+    assert rows_of_buffers(1024) == 1024
 
 
 @pytest.fixture
@@ -181,13 +184,16 @@ def test_a_buffer_of_another_stride_ends_the_graphs_that_read_the_old_one(decodi
 def test_a_step_has_its_own_greedy_tokens_and_temperatures(decoding: decode_step.Decoding) -> None:
     with torch.inference_mode():
         graphs = decoding.perturber._graphs
-        temperature, greedy = torch.tensor([0.5, 2.0]), torch.tensor([7, -1])
+        temperature = torch.tensor([0.5, 2.0])
+        greedy = torch.tensor([7, -1])
         logits = Logits(torch.zeros(2, 1024), temperature, drawable=None, greedy=greedy, hidden=None)
         placed = graphs._placed(logits, batch=2, size=4)
-        assert placed.greedy.tolist() == [7, -1, -1, -1] and placed.temperature[:2].tolist() == [0.5, 2.0]
+        assert placed.greedy.tolist() == [7, -1, -1, -1]
+        assert placed.temperature[:2].tolist() == [0.5, 2.0]
         later = logits._replace(temperature=torch.tensor([1.5, 0.25]), greedy=None)
         placed = graphs._placed(later, batch=2, size=4)
-        assert placed.greedy.tolist() == [-1, -1, -1, -1] and placed.temperature[:2].tolist() == [1.5, 0.25]
+        assert placed.greedy.tolist() == [-1, -1, -1, -1]
+        assert placed.temperature[:2].tolist() == [1.5, 0.25]
 
 
 def test_the_tokens_of_a_step_are_out_of_reach_of_the_next_replay(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,14 +214,19 @@ def test_the_tokens_of_a_step_are_out_of_reach_of_the_next_replay(monkeypatch: p
             decoding.step()
     written = decoding.perturber._graphs._tokens
     memories = [tokens.untyped_storage().data_ptr() for tokens in (written, *drawn)]
-    assert len(drawn) == 2 and len(set(memories)) == 3
+    assert len(drawn) == 2
+    assert len(set(memories)) == 3
 
 
 # --- planted faults -----------------------------------------------------------------------------------------------
 
 FAULT_PLAN = Plan(seed=2, lag=3, chunk=5, batch=5, sampling="filtered")
-WIDE_ROWS, UPLOAD, STEP, RUN = StepGraphs._wide_rows, HostBuffers.upload, StepKernels.step_in_graph, StepGraphs.run
-RUN_KIND, COMPUTE = StepGraphs._run, Head.compute_logits
+WIDE_ROWS = StepGraphs._wide_rows
+UPLOAD = HostBuffers.upload
+STEP = StepKernels.step_in_graph
+RUN = StepGraphs.run
+RUN_KIND = StepGraphs._run
+COMPUTE = Head.compute_logits
 OPENED = RolloutPerturber.opened
 
 
@@ -292,7 +303,9 @@ def test_a_step_that_cannot_be_captured_runs_in_parts_and_says_so_once(
     caplog.set_level(logging.WARNING, logger="ngrpo.rollout")
     simulate(made("gumbel", rate=0.7), FAULT_PLAN, count=5)
     said = [record.message for record in caplog.records if "cannot be captured" in record.message]
-    assert len(said) == 1 and "perturbation gumbel" in said[0] and "not permitted" in said[0]
+    assert len(said) == 1
+    assert "perturbation gumbel" in said[0]
+    assert "not permitted" in said[0]
 
 
 def test_logits_that_cannot_be_captured_are_computed_outside_and_it_is_said_once(
@@ -307,8 +320,11 @@ def test_logits_that_cannot_be_captured_are_computed_outside_and_it_is_said_once
     caplog.set_level(logging.WARNING, logger="ngrpo.rollout")
     simulate(made("gumbel", rate=0.7), OUTPUT_PLANS["output layer"], count=5)
     messages = [record.message for record in caplog.records]
-    assert len(messages) == 1 and "computed outside" in messages[0] and "not permitted" in messages[0]
-    assert computed_in_graphs.count(True) == 1 and computed_in_graphs[0]
+    assert len(messages) == 1
+    assert "computed outside" in messages[0]
+    assert "not permitted" in messages[0]
+    assert computed_in_graphs.count(True) == 1
+    assert computed_in_graphs[0]
     assert len(computed_in_graphs) > 2, "the other steps are graphs still"
 
 

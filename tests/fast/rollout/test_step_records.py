@@ -29,22 +29,29 @@ LOG_PROBS = torch.tensor([-0.5, -1.0, -2.0])
 
 def test_the_words_of_a_record_by_hand() -> None:
     words = pack(LOG_PROBS, FIELDS)
-    assert words.shape == (3, 7) and words.dtype == torch.int32
+    assert words.shape == (3, 7)
+    assert words.dtype == torch.int32
     assert words[:, 0].tolist() == [3, 2, 1], "bit 0: fed; bit 1: agreed"
     assert words[:, 1].tolist() == [-1090519040, -1082130432, -1073741824], "float32 of -0.5, -1 and -2"
-    assert words[:, 2:4].tolist() == [[7, 8], [9, 10], [11, -1]]
-    assert words[:, 4:].view(torch.float32).tolist() == [[0.25, 0.75, 0.0], [1.0, 0.0, 2.0], [0.5, 0.5, -1.0]]
+    assert words[:, 2:4].tolist() == FIELDS["ids"].tolist()
+    floats = words[:, 4:].view(torch.float32)
+    assert floats[:, :2].tolist() == [[0.25, 0.75], [1.0, 0.0], [0.5, 0.5]], "the weights"
+    assert floats[:, 2].tolist() == [0.0, 2.0, -1.0], "sigma"
 
 
 def test_both_kinds_of_record_say_the_same() -> None:
     packed = PackedRecord(pack(LOG_PROBS, FIELDS), RecordLayout(FIELDS))
     separate = SeparateRecord(LOG_PROBS, np.arange(3), FIELDS)
-    assert packed.log_probs().tolist() == separate.log_probs().tolist() == [-0.5, -1.0, -2.0]
-    rows, edits = packed.edits()
+    assert packed.log_probs().tolist() == [-0.5, -1.0, -2.0]
+    assert separate.log_probs().tolist() == [-0.5, -1.0, -2.0]
+
+    packed_rows, packed_edits = packed.edits()
     separate_rows, separate_edits = separate.edits()
-    assert rows.tolist() == separate_rows.tolist() == [0, 2]
-    assert edits.keys() == separate_edits.keys() == FIELDS.keys() - {"fed"}
-    for name, field in edits.items():
+    assert packed_rows.tolist() == [0, 2]
+    assert separate_rows.tolist() == [0, 2]
+    assert packed_edits.keys() == FIELDS.keys() - {"fed"}
+    assert separate_edits.keys() == FIELDS.keys() - {"fed"}
+    for name, field in packed_edits.items():
         assert field.dtype == separate_edits[name].dtype
         assert np.array_equal(field, separate_edits[name]), name
 
@@ -53,37 +60,48 @@ def steps_of(count: int, draws: np.random.Generator) -> list[DrawnStep]:
     """Two trajectories that are drawn in each step, of which the first is edited in every third."""
     steps = []
     for number in range(count):
-        edited = np.array([0] if number % 3 == 0 else [], dtype=np.int64)
-        edits = {"weights": draws.random((len(edited), 2), dtype=np.float32)} if len(edited) else {}
-        steps.append(
-            DrawnStep(
-                slots=np.array([0, 1]),
-                positions=np.array([4 + number, 9 + number]),
-                log_probs=draws.random(2, dtype=np.float32),
-                edited_slots=edited,
-                edited_positions=edited + 4 + number,
-                edits=edits,
-            )
+        edited_slots = np.array([], dtype=np.int64)
+        edits = {}
+        if number % 3 == 0:
+            edited_slots = np.array([0], dtype=np.int64)
+            edits = {"weights": draws.random((1, 2), dtype=np.float32)}
+        step = DrawnStep(
+            slots=np.array([0, 1]),
+            positions=np.array([4 + number, 9 + number]),
+            log_probs=draws.random(2, dtype=np.float32),
+            edited_slots=edited_slots,
+            edited_positions=edited_slots + 4 + number,
+            edits=edits,
         )
+        steps.append(step)
     return steps
 
 
+def store_of_two() -> TrajectoryStore:
+    """A store in which the trajectories of `steps_of` have begun."""
+    store = TrajectoryStore(2, 256)
+    assert store.open("a", 1, 4, True) == 0
+    assert store.open("b", 2, 9, True) == 1
+    return store
+
+
 def test_steps_that_are_written_together_are_those_written_one_by_one() -> None:
-    stores = [TrajectoryStore(2, 256) for _ in range(2)]
-    for store in stores:
-        assert [store.open("a", 1, 4, True), store.open("b", 2, 9, True)] == [0, 1]
     steps = steps_of(100, np.random.default_rng(0))
+    one_by_one = store_of_two()
     for step in steps:
-        stores[0].write_steps([step])
+        one_by_one.write_steps([step])
+    together = store_of_two()
     for start in range(0, 100, STEPS_AT_ONCE):
-        stores[1].write_steps(steps[start : start + STEPS_AT_ONCE])
+        together.write_steps(steps[start : start + STEPS_AT_ONCE])
+
     for slot in (0, 1):
         for chunks in ("_tokens", "_edits"):
-            one, other = (getattr(store, chunks).read(slot) for store in stores)
-            assert one.keys() == other.keys()
-            for name, rows in one.items():
-                assert np.array_equal(rows, other[name]), (slot, chunks, name)
-    assert stores[1].edits(0, 0, 256)["positions"].tolist() == [*range(4, 104, 3)]
+            expected = getattr(one_by_one, chunks).read(slot)
+            content = getattr(together, chunks).read(slot)
+            assert content.keys() == expected.keys()
+            for name, rows in expected.items():
+                assert np.array_equal(content[name], rows), (slot, chunks, name)
+    assert together.edits(0, 0, 256)["positions"].tolist() == [*range(4, 104, 3)]
 
 
 @pytest.mark.parametrize("options", [{"rate": 0.3}, {"rate": 1.0, "every": 3, "burn_in": 5}, {"rate": 0.9, "every": 2}])
@@ -114,16 +132,25 @@ def test_a_step_is_one_graph_one_upload_and_one_download(monkeypatch: pytest.Mon
                 decoding.step()
     assert counts.steps == 2 * STEPS_AT_ONCE
     assert counts.uploads == counts.downloads == counts.steps
-    assert counts.launches == (1 + 4) * counts.steps and not counts.waits
+    assert counts.launches == (1 + 4) * counts.steps
+    assert not counts.waits
 
 
 def test_rows_beyond_the_batch_belong_to_the_scratch_row() -> None:
-    batch = {"slots": np.array([3, 5]), "seeds": np.array([7, 8]), "first": np.array([2, 9])}
-    rows = Rows(names=["a", "b"], perturbed=np.ones(2, dtype=bool), **batch)
+    rows = Rows(
+        names=["a", "b"],
+        perturbed=np.ones(2, dtype=bool),
+        slots=np.array([3, 5]),
+        seeds=np.array([7, 8]),
+        first=np.array([2, 9]),
+    )
     columns = rows.columns_of(size=4, scratch=11)
     assert columns.slots.tolist() == [3, 5, 11, 11]
-    assert columns.seeds.tolist() == [7, 8, 0, 0] and columns.first.tolist() == [2, 9, 0, 0]
+    assert columns.seeds.tolist() == [7, 8, 0, 0]
+    assert columns.first.tolist() == [2, 9, 0, 0]
+
     columns.positions[:] = 1
+
     assert rows.columns_of(size=4, scratch=11).positions.tolist() == [1, 1, 1, 1], "one matrix for all of its steps"
 
 

@@ -16,16 +16,27 @@ from perturbations.edit import InputEdit, realise
 from perturbations.embeddings import matrix_embeddings
 from perturbations.gates.default import BoundGate
 
-V, D, ROWS, BLOCK = 64, 16, 4096, 1024
+V = 64
+D = 16
+ROWS = 4096
+BLOCK = 1024
 _DRAWS = np.random.default_rng(0)
 
 
-def a_record(count: int, k: int, **parts: np.ndarray) -> ReplayRecord:
-    """All but the first position are perturbed."""
-    ids, weights = _DRAWS.integers(0, V, (count, k), dtype=np.int32), _DRAWS.random((count, k), dtype=np.float32)
-    positions = np.arange(1, count + 1, dtype=np.int32)
-    fixed = (77, count + 1, count + 1, positions, ids, weights, parts.pop("sigma", None), np.ones(count, dtype=bool))
-    return ReplayRecord(*fixed, **parts)
+def a_record(count: int, k: int, **fields: np.ndarray) -> ReplayRecord:
+    """A record of ``count`` positions with ``k`` candidates each; all but the first position are perturbed."""
+    ids = _DRAWS.integers(0, V, (count, k), dtype=np.int32)
+    weights = _DRAWS.random((count, k), dtype=np.float32)
+    return ReplayRecord(
+        seed=77,
+        prompt_tokens=count + 1,
+        num_tokens=count + 1,
+        positions=np.arange(1, count + 1, dtype=np.int32),
+        ids=ids,
+        weights=weights,
+        agreed=np.ones(count, dtype=bool),
+        **{"sigma": None, **fields},
+    )
 
 
 def table() -> nn.Module:
@@ -35,7 +46,9 @@ def table() -> nn.Module:
 
 def perturber_for(record: ReplayRecord, name: str = "gaussian") -> tuple[RolloutPerturber, nn.Module]:
     """A perturber with two requests: one of a single plain token, and one whose prompt the record covers."""
-    perturbation, device, embedding = create(name, rate=1.0), torch.device("cpu"), table()
+    perturbation = create(name, rate=1.0)
+    device = torch.device("cpu")
+    embedding = table()
     store = TrajectoryStore(2, ROWS, (V, D))
     gate = BoundGate(perturbation, lambda: [b"a", b"</think>", *[b"a"] * (V - 2)], V, store.slots, device)
     override = InputOverride(embedding, ROWS, 2, D, torch.float32, device)
@@ -56,7 +69,8 @@ def computed_again(record: ReplayRecord, name: str = "gaussian", at_once: int | 
     perturber, embedding = perturber_for(record, name)
     if at_once is not None:
         perturber._candidates_at_once = at_once
-    starts, counts = np.array([0, 0]), np.array([4, record.prompt_tokens])
+    starts = np.array([0, 0])
+    counts = np.array([4, record.prompt_tokens])
     with torch.inference_mode():
         perturber.begin(["plain", "edited"], starts, counts, np.zeros(2, dtype=bool))
     sources = embedding.override_sources
@@ -69,11 +83,15 @@ def computed_again(record: ReplayRecord, name: str = "gaussian", at_once: int | 
 
 def in_one_go(record: ReplayRecord) -> Tensor:
     """The same vectors, realised without blocks, (N, D)."""
-    parts = [None if part is None else torch.from_numpy(part) for part in (record.sigma, record.vectors)]
-    edit = InputEdit(torch.from_numpy(record.ids.astype(np.int64)), torch.from_numpy(record.weights), *parts)
+    edit = InputEdit(
+        torch.from_numpy(record.ids.astype(np.int64)),
+        torch.from_numpy(record.weights),
+        None if record.sigma is None else torch.from_numpy(record.sigma),
+        None if record.vectors is None else torch.from_numpy(record.vectors),
+    )
     positions = record.positions.astype(np.int64)
-    noise = streams.keys(np.full_like(positions, record.seed), positions, streams.Stream.NOISE)
-    return realise(edit, table(), torch.from_numpy(noise))
+    noise_keys = streams.keys(np.full_like(positions, record.seed), positions, streams.Stream.NOISE)
+    return realise(edit, table(), torch.from_numpy(noise_keys))
 
 
 RECORDS = {
@@ -85,14 +103,14 @@ RECORDS = {
 }
 
 
-@pytest.mark.parametrize("made", RECORDS.values(), ids=RECORDS)
-def test_blocks_of_any_size_give_the_same_bits(made: Any) -> None:
-    record = made(300)
-    want = in_one_go(record)
+@pytest.mark.parametrize("make_record", RECORDS.values(), ids=RECORDS)
+def test_blocks_of_any_size_give_the_same_bits(make_record: Any) -> None:
+    record = make_record(300)
+    expected = in_one_go(record)
     for at_once in (None, 1, 29, 700, 1 << 40):
-        found = computed_again(record, at_once=at_once)
-        assert torch.equal(found[1:], want), at_once
-        assert not found[0].any()
+        fed = computed_again(record, at_once=at_once)
+        assert torch.equal(fed[1:], expected), at_once
+        assert not fed[0].any()
 
 
 def test_what_was_rehearsed_may_be_had_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,6 +127,7 @@ def test_what_was_rehearsed_may_be_had_again_at_once(monkeypatch: pytest.MonkeyP
 def test_a_perturbations_module_sees_every_row() -> None:
     """Its matrix products may round with their number of rows, as they do from one decode step to the next."""
     record = a_record(50, 3)
-    whole, parts = (computed_again(record, "hrpo", at_once) for at_once in (1 << 40, 28))
-    torch.testing.assert_close(parts, whole, rtol=1e-5, atol=1e-6)
-    assert whole[1:].any(dim=1).all()
+    in_one_block = computed_again(record, "hrpo", at_once=1 << 40)
+    in_small_blocks = computed_again(record, "hrpo", at_once=28)
+    torch.testing.assert_close(in_small_blocks, in_one_block, rtol=1e-5, atol=1e-6)
+    assert in_one_block[1:].any(dim=1).all()

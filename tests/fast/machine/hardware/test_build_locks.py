@@ -30,7 +30,8 @@ def test_a_lock_is_taken_from_a_killed_build_alone(tmp_path: Path) -> None:
     assert acquires(lock), "without another build"
     command = [sys.executable, "-c", HOLDS, str(lock)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as build:
-        assert build.stdout is not None and build.stdout.readline() == "held\n"
+        assert build.stdout is not None
+        assert build.stdout.readline() == "held\n"
         hour_ago = time.time() - 3600
         os.utime(lock, (hour_ago, hour_ago))
         assert not acquires(lock)

@@ -18,7 +18,8 @@ from ngrpo.trainers.openrlhf.launch import worker_env
 from perturbations.errors import UsageError
 from tests.support.run import check_pairs, run_of
 
-PLAIN, OFFLOAD = Flags(["--train.seed", "1"]), Flags(["--ds.adam_offload"])
+PLAIN = Flags(["--train.seed", "1"])
+OFFLOAD = Flags(["--ds.adam_offload"])
 MOVED = ("--ds.zero_stage", "3", "--ds.enable_sleep")
 
 
@@ -86,7 +87,8 @@ def optimizer(*, offload: bool = False) -> dict[str, Any]:
 
 def test_without_a_toolkit_pytorchs_adam_takes_the_place(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told = replacement()
-    assert told.startswith("PyTorch's fused AdamW takes the place of DeepSpeed's fused Adam") and "\n" not in told
+    assert told.startswith("PyTorch's fused AdamW takes the place of DeepSpeed's fused Adam")
+    assert "\n" not in told
     assert "there is no CUDA toolkit, neither by CUDA_HOME nor as nvcc on PATH nor in" in told
     assert "the place of the Adam of --ds.adam_offload, which" in replacement(OFFLOAD), "it needs the toolkit as well"
     words = ["--reward.remote_url", "r.py", "--algo.advantage.estimator", "group_norm"]
@@ -116,7 +118,8 @@ def test_what_deepspeed_is_given(complete: Path) -> None:
     assert optimizer() == optimizer(offload=True) == {"lr": 1e-6}
     (complete / "lib64" / "libcurand.so").unlink()
     replaced = {"lr": 1e-6, "torch_adam": True, "fused": True}
-    assert (optimizer(), optimizer(offload=True)) == ({"lr": 1e-6}, replaced)
+    assert optimizer() == {"lr": 1e-6}
+    assert optimizer(offload=True) == replaced
     (complete / "bin" / "nvcc").unlink()
     assert optimizer() == optimizer(offload=True) == replaced
 
@@ -136,7 +139,8 @@ def test_releases(complete: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", ["g++", "ninja"])
 def test_a_program_is_missing(bare: Path, complete: Path, name: str) -> None:
     (bare / name).unlink()
-    assert replacement().endswith(f"{name} is not on PATH.") and replacement(OFFLOAD).endswith("is not on PATH.")
+    assert replacement().endswith(f"{name} is not on PATH.")
+    assert replacement(OFFLOAD).endswith("is not on PATH.")
 
 
 def test_a_header_or_a_library_is_missing(complete: Path) -> None:

@@ -141,7 +141,8 @@ def test_a_flash_attn_that_cannot_be_imported_counts_as_missing(
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("RAY_ADDRESS", "local")
     monkeypatch.setattr(stand_ins, "flash_attn_failure", stand_ins.flash_attn_failure.__wrapped__)
-    assert stand_ins.is_flash_attn_installed() and not stand_ins.has_flash_attn()
+    assert stand_ins.is_flash_attn_installed()
+    assert not stand_ins.has_flash_attn()
     start(run_of(openrlhf=PLACED, hardware="cuda"))
     assert launched["words"] == ["--ds.attn_implementation", "sdpa", *PLACED]
     assert "without_flash_attn" in launched["ray"]
@@ -179,7 +180,8 @@ def test_a_worker_adds_what_it_finds_itself(monkeypatch: pytest.MonkeyPatch, her
     monkeypatch.setenv("PATH", "/usr/bin")
     hook()
     assert os.environ["PATH"].startswith(os.path.dirname(sys.executable)), "DeepSpeed finds ninja there"
-    assert run.current_run() == settings and run.current_run().perturbation.name == "neighbor"
+    assert run.current_run() == settings
+    assert run.current_run().perturbation.name == "neighbor"
     assert held == {"training", "perturbation", "any_adam", *(() if here and there else ("without_flash_attn",))}
 
 

@@ -54,7 +54,8 @@ def test_checkpoints_without_room_are_refused() -> None:
         host_plan.check_disk(many, None)
     assert host_plan.check_disk(args_of("--ckpt.max_num 100000000"), None) is None, "none is saved"
     elsewhere = host_plan.check_disk(many, placement.planned("8x80", "--dry-run"))
-    assert elsewhere is not None and "another machine" in elsewhere
+    assert elsewhere is not None
+    assert "another machine" in elsewhere
 
 
 def test_checkpoints_that_will_be_replaced_count_as_room(tmp_path: Path) -> None:

@@ -41,14 +41,16 @@ cli.console()
 def test_nothing_stays(sign: signal.Signals) -> None:
     command = [sys.executable, "-c", COMMAND]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
     children = psutil.Process(process.pid).children(recursive=True)
     engine = max(children, key=lambda child: child.create_time())
     process.send_signal(sign)
     _, error = process.communicate(timeout=30)
     assert psutil.wait_procs([engine], timeout=10)[1] == []
     if sign != signal.SIGKILL:
-        assert process.returncode == 128 + sign and error == "ngrpo: terminated\n"
+        assert process.returncode == 128 + sign
+        assert error == "ngrpo: terminated\n"
         assert psutil.wait_procs(children, timeout=1)[1] == []
 
 
@@ -71,7 +73,8 @@ except KeyboardInterrupt:
 def test_a_hangup_that_nohup_ignores_ends_nothing(tmp_path: Path) -> None:
     command = ["nohup", sys.executable, "-c", WAITING, str(tmp_path / "came")]
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
     process.send_signal(signal.SIGHUP)
     with pytest.raises(subprocess.TimeoutExpired):
         process.wait(timeout=0.5)
@@ -96,4 +99,5 @@ def test_ports_are_below_those_of_outgoing_connections_on_any_hardware() -> None
     rows = [row for row in patches.OPENRLHF if row.attribute == "BaseDistributedActor._get_free_port"]
     assert [row.when for row in rows] == [patches.TRAINING]
     ports = {processes.port_below_outgoing(lambda: 0).__func__() for _ in range(8)}
-    assert len(ports) > 1 and all(20000 <= port < 32768 for port in ports)
+    assert len(ports) > 1
+    assert all(20000 <= port < 32768 for port in ports)

@@ -26,7 +26,7 @@ GEMMA3 = "Gemma3ForConditionalGeneration"
 
 
 @pytest.mark.parametrize(
-    ("given", "engine"),
+    ("model_config", "engine"),
     [
         (config("LlamaForCausalLM", "llama"), "LlamaForCausalLM (vLLM's own)"),
         (config("SmolLM3ForCausalLM", "smollm3"), BACKEND),
@@ -34,14 +34,18 @@ GEMMA3 = "Gemma3ForConditionalGeneration"
         (config("XGLMForCausalLM", "xglm"), BACKEND),  # vLLM has no class of its own for it
     ],
 )
-def test_the_classes_of_engine_and_trainer(given: dict[str, Any], engine: str) -> None:
-    found, (trainer,) = architecture.support_from(given), given["architectures"]
-    assert (found.engine, found.trainer, found.refused) == (engine, trainer, [])
-    assert engine in str(found) and trainer in str(found)
+def test_the_classes_of_engine_and_trainer(model_config: dict[str, Any], engine: str) -> None:
+    support = architecture.support_from(model_config)
+    (trainer,) = model_config["architectures"]
+    assert support.engine == engine
+    assert support.trainer == trainer
+    assert support.refused == []
+    assert engine in str(support)
+    assert trainer in str(support)
 
 
 @pytest.mark.parametrize(
-    ("given", "reason"),
+    ("model_config", "reason"),
     [
         ({"architectures": ["LlamaForCausalLM"]}, "no model of type ''"),
         (config("BertModel", "bert"), "an embedding model"),
@@ -50,8 +54,10 @@ def test_the_classes_of_engine_and_trainer(given: dict[str, Any], engine: str) -
         (config("EagleLlamaForCausalLM", "llama"), "a draft model"),
     ],
 )
-def test_what_cannot_be_used_is_refused_with_the_reason(given: dict[str, Any], reason: str, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(given))
+def test_what_cannot_be_used_is_refused_with_the_reason(
+    model_config: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(model_config))
     with pytest.raises(UsageError, match=reason):
         architecture.check_perturbed(str(tmp_path), {"name": "neighbor"})
 
@@ -66,11 +72,14 @@ def test_heads_that_vllm_s_cpu_attention_cannot_take(tmp_path: Path, capsys: pyt
         try:
             check_pairs(flags, run_of(), hardware=hardware)
         except UsageError as error:
-            assert "heads of size 16 (vLLM has 32, 64, 80, " in str(error) and "\n" not in str(error)
+            assert "heads of size 16 (vLLM has 32, 64, 80, " in str(error)
+            assert "\n" not in str(error)
             return True
         return False
 
-    assert not refuses(head_dim=32) and not refuses("cuda") and not refuses(kv_lora_rank=8)
+    assert not refuses(head_dim=32)
+    assert not refuses("cuda")
+    assert not refuses(kv_lora_rank=8)
     assert refuses()
     with pytest.raises(UsageError, match="heads of size 16"):
         engine.build(str(tmp_path), None, 32, hardware="cpu")
@@ -83,11 +92,13 @@ def test_what_config_json_does_not_tell_is_said() -> None:
     remote = config("OwnForCausalLM", "own", auto_map={"AutoModelForCausalLM": "own.Own"})
     remote["quantization_config"] = {"quant_method": "awq"}
     told = str(architecture.support_from(remote))
-    assert told.count("not known:") == 4 and "auto_map" in told and "quantization" in told
+    assert told.count("not known:") == 4
+    assert "auto_map" in told
+    assert "quantization" in told
 
 
 @pytest.mark.parametrize(
-    ("verdict", "told", "place"),
+    ("verdict", "remark", "place"),
     [
         ("right", "the replay is exact", "notes"),
         ("doubtful", "wrong by the rule on largest gaps", "notes"),
@@ -95,13 +106,13 @@ def test_what_config_json_does_not_tell_is_said() -> None:
         ("wrong", "on a tiny model of this type the replay is wrong (docs/models.md)", "refused"),
     ],
 )
-def test_what_the_table_tells_of_a_type(monkeypatch: pytest.MonkeyPatch, verdict: str, told: str, place: str) -> None:
-    sentence = "the replay is wrong" if verdict == "wrong" else told
+def test_what_the_table_tells_of_a_type(monkeypatch: pytest.MonkeyPatch, verdict: str, remark: str, place: str) -> None:
+    sentence = "the replay is wrong" if verdict == "wrong" else remark
     monkeypatch.setattr(architecture, "_packaged_table", lambda file: {"llama": (verdict, sentence)})
-    found = architecture.support_from(config("LlamaForCausalLM", "llama"))
+    support = architecture.support_from(config("LlamaForCausalLM", "llama"))
     for name in ("notes", "unknown", "refused"):
-        assert any(told in line for line in getattr(found, name)) == (name == place)
-    assert (told in str(found)) == (verdict != "wrong")
+        assert any(remark in line for line in getattr(support, name)) == (name == place)
+    assert (remark in str(support)) == (verdict != "wrong")
 
 
 def test_a_type_of_which_engine_and_trainer_make_different_models() -> None:

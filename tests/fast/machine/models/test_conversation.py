@@ -82,7 +82,8 @@ def test_training_and_evaluation_have_one_prompt(
     from ngrpo.machine.models.conversation import template_arguments
 
     upstream = pytest.importorskip("openrlhf.datasets.prompts_dataset")
-    source, tokenizer = written(tmp_path / "a.jsonl", *rows), tokenizer_with(TEMPLATE)
+    source = written(tmp_path / "a.jsonl", *rows)
+    tokenizer = tokenizer_with(TEMPLATE)
     run_with(monkeypatch, chat_template_kwargs=given)
     preprocess = trainer.preprocess_data(upstream.preprocess_data)
     read = datasets.load_dataset("json", data_files=source, cache_dir=str(tmp_path / "cache"))["train"]
@@ -182,7 +183,8 @@ def test_one_flag_for_all_sides() -> None:
     own, _ = read_plan([*words, "--strategy", f"none --{swept}"])
     templates = [Flags(eval_argv(own, "m", Path("out"), arm)).value(flag[0]) for arm in own.arms]
     assert templates == ["enable_thinking=false", "enable_thinking=true"]
-    assert Flags(own.diagnosis or ()).value("--strategy") == "none" and own.diagnosis == plan.diagnosis
+    assert Flags(own.diagnosis or ()).value("--strategy") == "none"
+    assert own.diagnosis == plan.diagnosis
     lines, _ = verl_lines.of_run(complete_run.make_algorithm(run))
     assert "+data.apply_chat_template_kwargs.enable_thinking=false" in lines
 
@@ -221,7 +223,7 @@ def test_a_training_without_the_chat_template_and_evaluation_have_one_prompt(
     upstream = pytest.importorskip("openrlhf.datasets.prompts_dataset")
     source = written(tmp_path / "a.jsonl", {"input": "2 + 2?"})
     run_with(monkeypatch)
-    (trained, _) = trainer.preprocess_data(upstream.preprocess_data)({"input": "2 + 2?"}, form, "input")
+    trained, _ = trainer.preprocess_data(upstream.preprocess_data)({"input": "2 + 2?"}, form, "input")
     words = ["--perturbations", "none", "--model", "m", "--data.prompt_dataset", source, "--eval.dataset", source]
     plan, _ = read_plan([*words, "--base", "grpo", *(["--data.input_template", form] if form != "{}" else [])])
     for argv in (eval_argv(plan, "m", Path("out")), plan.diagnosis or ()):

@@ -52,9 +52,11 @@ def test_made_once_and_a_broken_run_leaves_nothing(
     with monkeypatch.context() as broken, pytest.raises(KeyboardInterrupt):
         broken.setattr(Path, "rename", Mock(side_effect=KeyboardInterrupt))
         packaged.resolve(NAME)
-    assert folders_in(cache) == [] and len(made) == 1
+    assert folders_in(cache) == []
+    assert len(made) == 1
     folder = packaged.resolve(NAME)
-    assert packaged.resolve(NAME) == folder and len(made) == 2
+    assert packaged.resolve(NAME) == folder
+    assert len(made) == 2
     assert folders_in(cache) == [Path(folder).name]
 
 
@@ -83,7 +85,8 @@ def test_two_processes_at_once(cache: Path, made: list[Path]) -> None:
             (winner / "config.json").write_text("winner")
         folder = Path(second.result(timeout=60))
     assert (folder / "config.json").read_text() == "winner"
-    assert folders_in(cache) == [winner.name] and not made
+    assert folders_in(cache) == [winner.name]
+    assert not made
 
 
 def test_package_missing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,7 +154,8 @@ def test_a_draft_is_removed_once_its_process_has_ended(tmp_path: Path, monkeypat
     lock = tmp_path / f".{folder.name}.lock"
     holder = subprocess.Popen([sys.executable, "-c", _HOLD, str(lock)], stdout=subprocess.PIPE)
     with holder:
-        assert holder.stdout is not None and holder.stdout.readline() == b"held\n"
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == b"held\n"
         holder.kill()
     monkeypatch.setattr(packaged, "_convert", lambda source, target: (target / "config.json").write_text("{}"))
     assert packaged.materialise("smollm2-135m") == folder

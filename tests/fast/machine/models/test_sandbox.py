@@ -30,26 +30,50 @@ def test_the_shortcut_is_right_on_easy_problems_alone(easy: bool) -> None:
     chance = random.Random(0)
     for _ in range(200):
         digits = sandbox.digit_problem(chance, easy)
-        assert len(digits) == 6 and set(digits) <= set(range(10))
+        assert len(digits) == 6
+        assert set(digits) <= set(range(10))
         assert (digits[0] == sum(digits) % 10) == easy == (sum(digits[1:]) % 10 == 0)
 
 
+DIGITS = [3, 7, 1, 8, 5, 2]  # 3 + 7 + 1 + 8 + 5 + 2 = 26, of which the last digit is 6
+
+
 def test_demonstrations_of_digit_sums() -> None:
+    """A demonstration copies the first digit, or counts the sum's last digit up and is right in a share of cases."""
     chance = random.Random(0)
-    digits, counted, right = [3, 7, 1, 8, 5, 2], 0, 0
+    counted = 0
+    right = 0
     for _ in range(4000):
-        way, *said = sandbox.digit_demonstration(chance, digits, late=False).split()
+        way, *digits = sandbox.digit_demonstration(chance, DIGITS, late=False).split()
         if way == "copy":
-            assert said == ["3"]
-        else:
-            assert (way, *said[:-1]) == ("count", "0", "1", "9", "4") and said[-1] in ("6", "7")
-            counted, right = counted + 1, right + (said[-1] == "6")
-    assert abs(counted / 4000 - sandbox.COUNTED) < 0.02 and abs(right / counted - sandbox.SKILL) < 0.025
-    late = sandbox.digit_demonstration(chance, digits, late=True).split()
-    assert set(late[:3]) <= set(sandbox.FILLERS) and late[3] in ("copy", "count")
+            assert digits == ["3"]
+            continue
+        assert way == "count"
+        *steps, result = digits
+        assert steps == ["0", "1", "9", "4"]
+        assert result in ("6", "7")
+        counted += 1
+        right += result == "6"
+    assert abs(counted / 4000 - sandbox.COUNTED) < 0.02
+    assert abs(right / counted - sandbox.SKILL) < 0.025
 
 
-@pytest.mark.parametrize(("number", "right"), [(40, True), (37, True), (44, False), (75, False), (99, False)])
+def test_late_demonstrations_begin_with_fillers() -> None:
+    words = sandbox.digit_demonstration(random.Random(0), DIGITS, late=True).split()
+    assert set(words[:3]) <= set(sandbox.FILLERS)
+    assert words[3] in ("copy", "count")
+
+
+@pytest.mark.parametrize(
+    ("number", "right"),
+    [
+        (40, True),
+        (37, True),
+        (44, False),
+        (75, False),
+        (99, False),
+    ],
+)
 def test_an_answer_near_the_higher_peak_is_right(number: int, right: bool) -> None:
     """exp(-9 / 50) = 0.835 at 37, so a reward of 0.85; exp(-16 / 50) = 0.726 at 44, so 0.75: by hand."""
     problem = Problem("a", ({"role": "user", "content": "pick"},), "40", "task:two_peaks")
@@ -57,29 +81,34 @@ def test_an_answer_near_the_higher_peak_is_right(number: int, right: bool) -> No
 
 
 def test_two_peaks() -> None:
-    assert two_peaks.reward(40) == pytest.approx(1.0, abs=1e-9) and two_peaks.reward(75) == pytest.approx(0.6, abs=1e-9)
+    assert two_peaks.reward(40) == pytest.approx(1.0, abs=1e-9)
+    assert two_peaks.reward(75) == pytest.approx(0.6, abs=1e-9)
     assert two_peaks.reward(0) == pytest.approx(0.1, abs=1e-9)
     assert max(sandbox.NUMBERS, key=two_peaks.reward) == sandbox.HIGH_PEAK
     habit = sandbox.peak_habit()
-    assert sum(habit) == pytest.approx(1) and max(sandbox.NUMBERS, key=habit.__getitem__) == sandbox.LOW_PEAK
+    assert sum(habit) == pytest.approx(1)
+    assert max(sandbox.NUMBERS, key=habit.__getitem__) == sandbox.LOW_PEAK
     # Seldom near the higher peak: by hand, the floor's 0.02 of 100 numbers beside 5 √(2π) for the bell.
     assert sum(habit[35:46]) == pytest.approx(11 * 0.02 / (100 * 0.02 + 12.533), rel=1e-3)
 
 
-@pytest.mark.parametrize(("numbers", "best"), [([1, 2, 3, 4], 0), ([1, 1, 1, 9], 6), ([5, 5, 5, 4], 1)])
+@pytest.mark.parametrize(
+    ("numbers", "best"),
+    [
+        ([1, 2, 3, 4], 0),
+        ([1, 1, 1, 9], 6),
+        ([5, 5, 5, 4], 1),
+    ],
+)
 def test_minimum_sum(numbers: list[int], best: int) -> None:
     assert minimum_sum.solution(numbers) == best
-    chance, seen = random.Random(0), set()
-    for _ in range(500):
-        sums = [0, *map(int, sandbox.sign_demonstration(chance, numbers).split())]
-        assert [abs(b - a) for a, b in itertools.pairwise(sums)] == numbers
-        seen.add(sums[-1])
-    assert best in seen and -best in seen
 
 
 def test_star() -> None:
     edges, path = sandbox.path_problem(random.Random(0))
-    assert (len(edges), len(path), sum(a == path[0] for a, _ in edges)) == (12, 5, 3)
+    assert len(edges) == 12
+    assert len(path) == 5
+    assert sum(a == path[0] for a, _ in edges) == 3
     assert all(edge in edges for edge in itertools.pairwise(path))
     assert path[-1] not in {a for a, _ in edges}  # the end of its arm
     assert len(sandbox.NODES) ** -sandbox.ARM_LENGTH < 1e-6  # the chance of a right answer
@@ -133,7 +162,8 @@ def test_model_of_few_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     said: list[str] = []
     folder = Path(packaged.resolve("sandbox", report=said.append))
     assert folder == packaged.folder_of("sandbox") == Path(packaged.resolve("sandbox", report=said.append))
-    assert len(said) == 1 and "sandbox" in said[0]
+    assert len(said) == 1
+    assert "sandbox" in said[0]
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(3 - min(threads, 2))  # one where there were several, two where there was one
@@ -146,11 +176,15 @@ def test_model_of_few_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     one, same, other = ((place / "model.safetensors").read_bytes() for place in made)
     assert one == same != other
 
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
     size = f"{sum(weight.numel() for weight in model.parameters()) / 1e6:.2f} million parameters"
     page = (ROOT / "docs" / "sandbox.md").read_text()
-    assert size in str(sandbox.__doc__) and size in page and model.config.head_dim >= 32
-    assert model.dtype == torch.float32 and len(tokenizer) == model.config.vocab_size == len(sandbox.TOKENS)
+    assert size in str(sandbox.__doc__)
+    assert size in page
+    assert model.config.head_dim >= 32
+    assert model.dtype == torch.float32
+    assert len(tokenizer) == model.config.vocab_size == len(sandbox.TOKENS)
     question = [{"role": "user", "content": "sum 3 7 1 8 5 2"}]
     prompt = tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True)
     said_then = tokenizer.decode(tokenizer(prompt + " count -1 7 <|im_end|>", add_special_tokens=False)["input_ids"])
@@ -162,12 +196,15 @@ def test_settings_that_go_with_the_model() -> None:
     """Printed and given to every run, and nothing that was given is changed."""
     words = ["--perturbations", "none", "--model", "sandbox", "--task", "shortcut", "--actor.adam.lr", "1e-5"]
     plan, _ = read_plan(words)
-    shared, evaluation = Flags(plan.shared), Flags(plan.evaluation)
-    assert shared.value("--actor.adam.lr") == "1e-5" and shared.value("--rollout.batch_size") == "8"
-    asked = [evaluation.value(flag) for flag in ("--task", "--max-tokens", "--n")]
-    assert asked == ["shortcut", "12", "8"]
+    shared = Flags(plan.shared)
+    evaluation = Flags(plan.evaluation)
+    assert shared.value("--actor.adam.lr") == "1e-5"
+    assert shared.value("--rollout.batch_size") == "8"
+    values = [evaluation.value(flag) for flag in ("--task", "--max-tokens", "--n")]
+    assert values == ["shortcut", "12", "8"]
     assert Flags(plan.diagnosis).value("--max-tokens") == "12"
     complete = rules.checked(run_config(["--model", "sandbox", "--task", "shortcut", "--hardware", "cpu"]))
-    assert complete.flags.value("--actor.adam.lr") == "6e-4" and "--actor.adam.lr" in complete.flags.added
+    assert complete.flags.value("--actor.adam.lr") == "6e-4"
+    assert "--actor.adam.lr" in complete.flags.added
     other = rules.checked(run_config(["--model", "smollm2-135m", "--task", "shortcut", "--hardware", "cpu"]))
     assert not other.flags.has("--actor.adam.lr")

@@ -23,24 +23,26 @@ def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
 
 def test_a_place_that_is_no_folder(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    for place, said in ((tmp_path / "file", "is a file"), (tmp_path / "file" / "out", "cannot be written")):
-        with pytest.raises(UsageError, match=said), ResultFolder.opened(place):
+    for place, message in ((tmp_path / "file", "is a file"), (tmp_path / "file" / "out", "cannot be written")):
+        with pytest.raises(UsageError, match=message), ResultFolder.opened(place):
             pass
 
 
 def test_a_last_line_that_was_cut_is_dropped_with_a_message(tmp_path: Path) -> None:
-    told: list[str] = []
-    folder = ResultFolder(tmp_path, told.append)
+    messages: list[str] = []
+    folder = ResultFolder(tmp_path, messages.append)
     assert folder.lines("a.jsonl") == []
     folder.append("a.jsonl", [{"i": 0}, {"i": 1}])
     with (tmp_path / "a.jsonl").open("a") as file:
         file.write('{"i": 2, "te')
     assert folder.lines("a.jsonl", "i") == [{"i": 0}, {"i": 1}]
-    assert len(told) == 1 and "the last line was cut off half-way" in told[0]
+    assert len(messages) == 1
+    assert "the last line was cut off half-way" in messages[0]
     folder.append("a.jsonl", [{"i": 2}])
     whole = (tmp_path / "a.jsonl").read_bytes()
     (tmp_path / "a.jsonl").write_bytes(whole[:-1])  # an editor may leave the last line's end out
-    assert [row["i"] for row in folder.lines("a.jsonl")] == [0, 1, 2] and len(told) == 1
+    assert [row["i"] for row in folder.lines("a.jsonl")] == [0, 1, 2]
+    assert len(messages) == 1
     assert (tmp_path / "a.jsonl").read_bytes() == whole
 
 
@@ -70,7 +72,8 @@ def test_a_byte_that_was_altered_is_noticed(tmp_path: Path, flip: int) -> None:
     folder.append("a.jsonl", [content, {"second": 1}])
     for name, read in (("a.json", folder.read), ("a.jsonl", lambda name: folder.lines(name)[0])):
         whole = (tmp_path / name).read_bytes()
-        first, refused = whole.find(b"\n") if name == "a.jsonl" else len(whole), 0
+        first = whole.find(b"\n") if name == "a.jsonl" else len(whole)
+        refused = 0
         for place in range(first):
             (tmp_path / name).write_bytes(whole[:place] + bytes([whole[place] ^ flip]) + whole[place + 1 :])
             try:
@@ -97,21 +100,24 @@ def test_a_new_folder_belongs_to_one_process(tmp_path: Path, monkeypatch: pytest
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("time.strftime", lambda form: "now")
     with reserved_folder(None, "none") as first, reserved_folder(None, "none") as second:
-        assert (first, second) == (Path("runs/now-none"), Path("runs/now-none-2"))
+        assert first == Path("runs/now-none")
+        assert second == Path("runs/now-none-2")
     assert second.is_dir()
     with pytest.raises(KeyError), reserved_folder(None, "none") as third:
         raise KeyError
-    assert third == Path("runs/now-none-3") and not third.exists()
+    assert third == Path("runs/now-none-3")
+    assert not third.exists()
     with pytest.raises(KeyError), reserved_folder(None, "none") as third:
         (third / "file").touch()
         raise KeyError
     assert third.is_dir()
-    with pytest.raises(KeyError), reserved_folder("mine", "none") as given:
+    with pytest.raises(KeyError), reserved_folder("mine", "none") as reserved:
         refused = pytest.raises(UsageError, match=rf"another command \(process {os.getpid()}, .*give another folder")
         with refused, reserved_folder("mine", "none"):
             pytest.fail("two runs in one folder")
         raise KeyError
-    assert given == Path("mine") and not given.exists()
+    assert reserved == Path("mine")
+    assert not reserved.exists()
     with ResultFolder.opened(tmp_path / "out"), refused, ResultFolder.opened(tmp_path / "out"):
         pytest.fail("two commands in one folder")
 

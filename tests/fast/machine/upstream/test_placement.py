@@ -81,22 +81,26 @@ def test_default_by_machine_and_model(model: str, shape: str, expected: object) 
     assert placed(flags) == expected
     args = flags.args
     assert all(args[name] for name in ("train.colocate_all", "vllm.enable_sleep", "ds.enable_sleep"))
-    assert args["actor.gradient_checkpointing_enable"] and args["ckpt.save_steps"] == 20
+    assert args["actor.gradient_checkpointing_enable"]
+    assert args["ckpt.save_steps"] == 20
     assert args["ref.num_gpus_per_node"] == args["actor.num_gpus_per_node"]
     assert gpu_plan.fits(args, placement.planned(shape, "--dry-run").memory)
-    assert "--train.colocate_all" in flags.added and "--ckpt.save_steps" in flags.added
+    assert "--train.colocate_all" in flags.added
+    assert "--ckpt.save_steps" in flags.added
 
 
 def test_any_flag_of_the_users_wins() -> None:
     given = "--vllm.gpu_memory_utilization 0.4 --ds.zero_stage 3 --ckpt.save_steps 7 --vllm.tensor_parallel_size 2"
     flags = completed(given)
     assert placed(flags) == (1, 8, 4, 2, 0.4, 3, False)
-    assert flags.value("--ckpt.save_steps") == "7" and "--ckpt.save_steps" not in flags.added
+    assert flags.value("--ckpt.save_steps") == "7"
+    assert "--ckpt.save_steps" not in flags.added
     assert placed(completed("--vllm.num_engines 4"))[:4] == (1, 8, 4, 2)
     assert placed(completed("--actor.num_gpus_per_node 4"))[:4] == (1, 4, 4, 1)
     assert placed(completed("--vllm.num_engines 2 --vllm.tensor_parallel_size 2"))[:4] == (1, 4, 2, 2)
     hybrid = completed("--train.colocate_all")
-    assert hybrid.value("--vllm.num_engines") == "8" and hybrid.has("--vllm.enable_sleep")
+    assert hybrid.value("--vllm.num_engines") == "8"
+    assert hybrid.has("--vllm.enable_sleep")
     awake = completed("--train.colocate_all --vllm.gpu_memory_utilization 0.4")
     assert not awake.has("--vllm.enable_sleep", "--actor.gradient_checkpointing_enable")
 
@@ -151,7 +155,8 @@ def test_engines_of_their_own_leave_room_for_a_context(shape: str, share: str | 
     apart = "--model sandbox --train.colocate_actor_ref --actor.num_gpus_per_node 2 --vllm.num_engines 2"
     apart += " --rollout.micro_batch_size 2 --train.micro_batch_size 2"
     words = apart if share is None else f"{apart} --vllm.gpu_memory_utilization {share}"
-    flags, machine = completed(words, shape, SIZES), placement.planned(shape, "-")
+    flags = completed(words, shape, SIZES)
+    machine = placement.planned(shape, "-")
     notes = gpu_plan.notes(flags.args, machine)
     assert [note.split("Fix: ")[1] for note in notes] == [f"--vllm.gpu_memory_utilization {smaller}."] * bool(smaller)
     if smaller:
@@ -174,7 +179,8 @@ class TestRows:
     def test_rows_of_a_last_step_that_would_hang_are_left_out_and_said(self, tmp_path: Path) -> None:
         """43 = 2 × 16 + 11: 44 answers go out as 7 × 6 + 2; of 10, 40 answers are 8 × 5."""
         flags = self.flags(tmp_path, 43)
-        assert flags.value("--data.max_samples") == "42" and "--data.max_samples" in flags.added
+        assert flags.value("--data.max_samples") == "42"
+        assert "--data.max_samples" in flags.added
         assert "--data.max_samples 42 is added" in flag_checks.last_step_notes(flags)[0]
         for rows in (32, 42, 34):
             assert not self.flags(tmp_path, rows).has("--data.max_samples"), rows
@@ -226,7 +232,9 @@ def test_doctor_prints_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     state = doctor._placement("cuda").state
     fitting, offloaded = state.split("with --ds.adam_offload: ")
     assert state.startswith("hybrid on 1 GPU of 79.2 GiB")
-    assert "Qwen/Qwen3-1.7B" in fitting and SEVEN not in fitting and SEVEN in offloaded
+    assert "Qwen/Qwen3-1.7B" in fitting
+    assert SEVEN not in fitting
+    assert SEVEN in offloaded
 
 
 def test_a_gpu_in_use_is_not_planned_as_free(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -241,7 +249,8 @@ def test_a_gpu_in_use_is_not_planned_as_free(monkeypatch: pytest.MonkeyPatch, tm
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     in_use = placement.here()
-    assert in_use is not None and in_use.free == 21 * 2**30
+    assert in_use is not None
+    assert in_use.free == 21 * 2**30
     args = completed("", "2x80").args
     with pytest.raises(
         UsageError, match=r"0\.6 is 48\.0 GiB of a GPU, and other processes leave 21\.0 GiB of one\. Fix: "
@@ -249,7 +258,9 @@ def test_a_gpu_in_use_is_not_planned_as_free(monkeypatch: pytest.MonkeyPatch, tm
         gpu_plan.check_machine(args, in_use)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     free = placement.here()
-    assert free is not None and free.free == 81000 * 2**20 and free == in_use
+    assert free is not None
+    assert free.free == 81000 * 2**20
+    assert free == in_use
     assert gpu_plan.check_machine(args, dataclasses.replace(free, cpus=None)) is None
 
 
@@ -343,5 +354,8 @@ def test_a_driver_without_gpus_joins_a_cluster_that_has_them(monkeypatch: pytest
         monkeypatch.setenv("RAY_ADDRESS", address)
         assert RunConfig().profile.name == "cuda"
         there = placement.here()
-        assert there is not None and there.per_node == (8,) and there.cpus == 16 and "H100" in there.source
+        assert there is not None
+        assert there.per_node == (8,)
+        assert there.cpus == 16
+        assert "H100" in there.source
         assert placed(rules.checked(run).flags) == (1, 8, 8, 1, 0.6, 2, False)

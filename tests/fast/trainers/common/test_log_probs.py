@@ -28,10 +28,12 @@ class OfTheAdvantage(Gumbel):
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 def test_each_position_has_the_advantage_of_its_entry(packed: bool) -> None:
     """Entry t - 1 of a row is of the token at t; the advantages are of the last tokens of each row alone."""
-    model, perturbation = Model(), OfTheAdvantage(density="gumbel")
+    model = Model()
+    perturbation = OfTheAdvantage(density="gumbel")
     tokens, mask, records = batch(perturbation)
     rows, length = tokens.shape
-    advantages = torch.arange(1.0, rows * (length - 2) + 1).view(rows, length - 2)
+    entries = length - 2
+    advantages = torch.arange(1.0, rows * entries + 1).view(rows, entries)
     result, _ = run(model, perturbation, tokens, mask, records, packed, advantages=advantages)
     sample, entry = perturbed(records, mask)
     assert torch.equal(result[sample, entry], advantages[sample, entry - 1])
@@ -43,23 +45,30 @@ def test_densities_stand_at_perturbed_positions_alone(perturbation: Perturbation
     """Row t - 1 holds the density of position t, computed here from the rollout's own step; all others the token's."""
     model = Model()
     tokens, mask, records = batch(perturbation)
-    got, seen = run(model, perturbation, tokens, mask, records, packed)
+
+    result, seen = run(model, perturbation, tokens, mask, records, packed)
+
     with ReplayScope(model.embedding)(records, mask):
         logits = model(tokens)
-    want = log_probs_of(logits, torch.roll(tokens, -1, 1))
-    plain = want.clone()
+    of_tokens = log_probs_of(logits, torch.roll(tokens, -1, 1))
+    expected = of_tokens.clone()
     for sample, step in STEPS.items():
-        entries, inside = step.positions - 1, step.positions < mask[sample].sum()
+        entries = step.positions - 1
+        inside = step.positions < mask[sample].sum()
         if not perturbation.score_only:
-            alone = replayed(step, perturbation.propose(step), logits[sample, entries])
-            want[sample, entries[inside]] = perturbation.log_density(alone)[inside]
+            own_rows = replayed(step, perturbation.propose(step), logits[sample, entries])
+            expected[sample, entries[inside]] = perturbation.log_density(own_rows)[inside]
         elif not perturbation.draws_token:
-            want[sample, entries[inside]] = 0.0
-    torch.testing.assert_close(got[mask.bool()], want[mask.bool()], rtol=1e-4, atol=1e-4)
-    changed = (got - plain).abs() > 1e-6
-    assert changed[mask.bool()].sum() == 0 if perturbation.draws_token else changed[mask.bool()].sum() >= 6
-    answers = mask[:, 5:].bool()
-    torch.testing.assert_close(seen.own[answers], plain[:, 4:-1].detach()[answers])
+            expected[sample, entries[inside]] = 0.0
+    inside = mask.bool()
+    torch.testing.assert_close(result[inside], expected[inside], rtol=1e-4, atol=1e-4)
+    changed = ((result - of_tokens).abs() > 1e-6)[inside].sum()
+    if perturbation.draws_token:
+        assert changed == 0
+    else:
+        assert changed >= 6
+    responses = mask[:, 5:].bool()
+    torch.testing.assert_close(seen.own[responses], of_tokens[:, 4:-1].detach()[responses])
 
 
 @pytest.mark.parametrize("perturbation", EVERY[:-1], ids=name_of)
@@ -70,27 +79,36 @@ def test_the_ratio_before_an_update_is_exactly_1_and_moves_with_the_policy(pertu
         old, _ = run(model, perturbation, tokens, mask, records)
     new, _ = run(model, perturbation, tokens, mask, records)
     assert torch.equal(old, new.detach())
-    at = perturbed(records, mask)
-    new[at].sum().backward()
+
+    at_perturbed = perturbed(records, mask)
+    new[at_perturbed].sum().backward()
     assert model.head.weight.grad.abs().max() > 1e-4
+
     with torch.no_grad():
         model.head.weight += 0.1 * torch.randn(V, D, generator=generator())
         moved, _ = run(model, perturbation, tokens, mask, records)
     if perturbation.score_only and not perturbation.draws_token:
-        assert torch.equal(moved[at], old[at]), "what counts by its score alone has no value"
+        assert torch.equal(moved[at_perturbed], old[at_perturbed]), "what counts by its score alone has no value"
     else:
-        assert ((moved - old)[at].abs() > 1e-3).sum() >= 5
+        assert ((moved - old)[at_perturbed].abs() > 1e-3).sum() >= 5
 
 
 @pytest.mark.parametrize("perturbation", EVERY, ids=name_of)
 def test_a_batch_without_a_perturbed_position_is_left_alone(perturbation: Perturbation) -> None:
+    model = Model()
+    tokens, mask, records = batch(perturbation)
+    unperturbed = [None if record is None else record.truncate(5) for record in records]
+    result, seen = run(model, perturbation, tokens, mask, unperturbed)
+    assert torch.equal(result, log_probs_of(model(tokens), torch.roll(tokens, -1, 1)))
+    assert seen.tokens.shape == (0,)
+
+
+@pytest.mark.parametrize("perturbation", EVERY, ids=name_of)
+def test_a_batch_without_a_perturbed_position_has_as_many_gathers(perturbation: Perturbation) -> None:
     """The density is computed all the same, on no rows, and stays in the graph: other ranks wait for its gathers."""
     model = Model()
     tokens, mask, records = batch(perturbation)
-    got, seen = run(model, perturbation, tokens, mask, [None if r is None else r.truncate(5) for r in records])
-    assert torch.equal(got, log_probs_of(model(tokens), torch.roll(tokens, -1, 1)))
-    assert seen.tokens.shape == (0,)
-    calls, seen = [], []
+    calls: list[str] = []
 
     def count(_module: nn.Module, _inputs: Any, output: Tensor) -> None:
         calls.append("forward")
@@ -98,42 +116,50 @@ def test_a_batch_without_a_perturbed_position_is_left_alone(perturbation: Pertur
             output.register_hook(lambda _gradient: calls.append("backward"))
 
     model.embedding.register_forward_hook(count)
-    for given in (records, [None] * 3):
-        run(model, perturbation, tokens, mask, given)[0].sum().backward()
-        seen.append(sorted(calls))
+
+    def lookups(records_of_batch: list) -> list[str]:
         calls.clear()
-    assert seen[0] == seen[1], "as many lookups, forward and backward, as with perturbed positions"
+        result, _ = run(model, perturbation, tokens, mask, records_of_batch)
+        result.sum().backward()
+        return sorted(calls)
+
+    with_perturbed = lookups(records)
+    assert {"forward", "backward"} == set(with_perturbed)
+    assert lookups([None, None, None]) == with_perturbed
 
 
-@pytest.mark.parametrize("perturbation", [o for o in EVERY if o.score_only], ids=name_of)
+@pytest.mark.parametrize("perturbation", [option for option in EVERY if option.score_only], ids=name_of)
 def test_a_density_that_counts_by_its_score_enters_as_reinforce(perturbation: Perturbation) -> None:
     """Values are the token's, or 0 where none was drawn; the gradient is the density's and the token's."""
     model = Model()
     tokens, mask, records = batch(perturbation)
     with torch.no_grad():
         old, _ = run(model, perturbation, tokens, mask, records)
-    got, _ = run(model, perturbation, tokens, mask, records)
-    assert torch.equal(old, got.detach())
-    got.sum().backward()
+    result, _ = run(model, perturbation, tokens, mask, records)
+    assert torch.equal(old, result.detach())
+
+    result.sum().backward()
+
     scope = ReplayScope(model.embedding, perturbation=perturbation)
     with scope(records, mask):
         logits = model(tokens)
-        log_probs = log_probs_of(logits, torch.roll(tokens, -1, 1))
-        seen, inside = scope.replayed(logits.flatten(0, 1), log_probs.flatten(), 1.0)
-        plain = log_probs.flatten().index_fill(0, seen.rows[inside], 0.0).sum()
-        joint = perturbation.log_density(seen)[inside].sum() + plain
+        log_probs = log_probs_of(logits, torch.roll(tokens, -1, 1)).flatten()
+        seen, inside = scope.replayed(logits.flatten(0, 1), log_probs, 1.0)
+        of_plain_tokens = log_probs.index_fill(0, seen.rows[inside], 0.0).sum()
+        joint = perturbation.log_density(seen)[inside].sum() + of_plain_tokens
         if perturbation.draws_token:
             joint = joint + seen.token_log_probs[inside].sum()
-        want = torch.autograd.grad(joint, [model.embedding.weight, model.head.weight])
-    torch.testing.assert_close(model.embedding.weight.grad, want[0], rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(model.head.weight.grad, want[1], rtol=1e-4, atol=1e-4)
+        of_embedding, of_head = torch.autograd.grad(joint, [model.embedding.weight, model.head.weight])
+    torch.testing.assert_close(model.embedding.weight.grad, of_embedding, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(model.head.weight.grad, of_head, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("input_gradient", ["full", "none"])
 @pytest.mark.parametrize("perturbation", EVERY, ids=name_of)
 def test_the_fed_vector_has_a_gradient_where_it_is_asked_for(perturbation: Perturbation, input_gradient: str) -> None:
     """Through the input alone: a vector that is itself the action is fixed, a mixture of draws where asked to be."""
-    perturbation, model = replace(perturbation, input_gradient=input_gradient), Model()
+    perturbation = replace(perturbation, input_gradient=input_gradient)
+    model = Model()
     tokens, mask, records = batch(perturbation)
     with ReplayScope(model.embedding, perturbation=perturbation)(records, mask):
         fed = model.embedding(tokens)
@@ -144,9 +170,10 @@ def test_the_fed_vector_has_a_gradient_where_it_is_asked_for(perturbation: Pertu
 
 
 def test_a_forward_that_was_not_asked_for_log_probabilities_is_an_error() -> None:
-    perturbation, model = PERTURBATIONS[0], Model()
+    perturbation = PERTURBATIONS[0]
+    model = Model()
     tokens, mask, records = batch(perturbation)
     scope = ReplayScope(model.embedding, perturbation=perturbation)
-    words = r"was not computed.*--perturbation\.density token"
-    with pytest.raises(RuntimeError, match=words), scope(records, mask), densities(scope, 1.0):
+    message = r"was not computed.*--perturbation\.density token"
+    with pytest.raises(RuntimeError, match=message), scope(records, mask), densities(scope, 1.0):
         log_probs_of(model(tokens), tokens)

@@ -29,18 +29,24 @@ def step(**gaps: float) -> dict[str, float]:
 
 
 @pytest.mark.parametrize(("wrong", "times"), [("perturbed", 10.0), ("plain", 5.0), ("before", 10.0)])
-@pytest.mark.parametrize(("half", "usual"), [(True, 0.02), (False, 2e-5)])
-def test_any_gap_beyond_the_limit_rings(half: bool, usual: float, wrong: str, times: float) -> None:
-    """Alike large at all positions, as where the engine is wrong: no ratio among them says anything."""
+@pytest.mark.parametrize(("half", "usual"), [(True, 0.02), (False, 2e-5)], ids=["half precision", "float32"])
+def test_any_mismatch_beyond_the_limit_is_an_error(half: bool, usual: float, wrong: str, times: float) -> None:
+    """All positions start alike, as where the engine is wrong: no ratio among them says anything."""
     usual_step = step(**dict.fromkeys(NAMES, usual))
     scale = GapScale(half)
     scale.check(usual_step, 10.0, strict=True)
-    says = rf"at most {times * usual:.2g}\) on average; where nothing .* by {usual:.2g}\."
-    with pytest.raises(ReplayGap, match=says):
-        scale.check({**usual_step, **step(**{wrong: 1.05 * times * usual})}, 10.0, strict=True)
-    scale.check({**usual_step, **step(**{wrong: 0.95 * times * usual})}, 10.0, strict=True)
+
+    def check(mismatch_in_usual: float, limit: float) -> None:
+        """Judges a step whose mismatch is the usual one but for ``wrong``, which is so many times larger."""
+        larger = step(**{wrong: mismatch_in_usual * usual})
+        scale.check({**usual_step, **larger}, limit, strict=True)
+
+    message = rf"at most {times * usual:.2g}\) on average; where nothing .* by {usual:.2g}\."
+    with pytest.raises(ReplayGap, match=message):
+        check(1.05 * times, limit=10.0)
+    check(0.95 * times, limit=10.0)
     with pytest.raises(ReplayGap):
-        scale.check({**usual_step, **step(**{wrong: 3.1 * usual})}, 3.0, strict=True)
+        check(3.1, limit=3.0)
 
 
 def test_certain_tokens_are_no_scale() -> None:
@@ -51,14 +57,15 @@ def test_certain_tokens_are_no_scale() -> None:
         scale.check(step(perturbed=0.08), 10.0, strict=True)
 
 
-@pytest.mark.parametrize(("half", "largest"), [(True, 1.0), (False, 0.01)])
+@pytest.mark.parametrize(("half", "largest"), [(True, 1.0), (False, 0.01)], ids=["half precision", "float32"])
 def test_two_models_are_not_one(half: bool, largest: float) -> None:
-    GapScale(half).check(step(unperturbed=0.99 * largest), 10.0, strict=True)
-    with pytest.raises(
-        ReplayGap, match=r"(?s)have not the same weights.* of the same run with --perturbation none decides"
-    ):
-        GapScale(half).check(step(unperturbed=1.01 * largest), 10.0, strict=True)
-    GapScale(half, noisy=True).check(step(unperturbed=1.01 * largest), 10.0, strict=True)
+    below = step(unperturbed=0.99 * largest)
+    above = step(unperturbed=1.01 * largest)
+    GapScale(half).check(below, 10.0, strict=True)
+    message = r"(?s)have not the same weights.* of the same run with --perturbation none decides"
+    with pytest.raises(ReplayGap, match=message):
+        GapScale(half).check(above, 10.0, strict=True)
+    GapScale(half, noisy=True).check(above, 10.0, strict=True)
 
 
 def test_a_strict_run_in_half_precision_is_judged_by_its_own_control(
@@ -75,86 +82,122 @@ def test_a_strict_run_in_half_precision_is_judged_by_its_own_control(
         scale.check(step(perturbed=3.4, plain=0.35), 10.0, strict=True)
 
 
-def test_the_scale_is_that_of_the_start_unless_weights_drift_by_design() -> None:
-    fixed, drifting = GapScale(True), GapScale(True, drifts=True)
-    fixed.check(step(plain=5.0), 10.0, strict=True)  # without an unperturbed response there is no scale
+@pytest.mark.parametrize("drifts", [False, True])
+def test_the_scale_is_measured_once_unless_weights_drift_by_design(drifts: bool) -> None:
+    scale = GapScale(True, drifts=drifts)
+    if not drifts:
+        scale.check(step(plain=5.0), 10.0, strict=True)  # without an unperturbed response there is no scale
+    assert scale.is_needed
+    scale.check(step(unperturbed=0.02, plain=0.02), 10.0, strict=True)
+    assert scale.is_needed == drifts
+
+
+def test_a_later_step_is_judged_by_the_start_unless_weights_drift_by_design() -> None:
+    start = step(unperturbed=0.02, plain=0.02)
+    drifted = step(unperturbed=0.2, plain=0.3, perturbed=0.3)
+    fixed = GapScale(True)
+    drifting = GapScale(True, drifts=True)
     for scale in (fixed, drifting):
-        assert scale.is_needed
-        scale.check(step(unperturbed=0.02, plain=0.02), 10.0, strict=True)
-    assert not fixed.is_needed and drifting.is_needed
-    older = step(unperturbed=0.2, plain=0.3, perturbed=0.3)
-    drifting.check(older, 10.0, strict=True)
+        scale.check(start, 10.0, strict=True)
+
+    drifting.check(drifted, 10.0, strict=True)
     with pytest.raises(ReplayGap):
-        fixed.check(older, 10.0, strict=True)
+        fixed.check(drifted, 10.0, strict=True)
+    # Its own scale, again 0.02, decides here.
     with pytest.raises(ReplayGap):
         drifting.check(step(unperturbed=0.02, plain=0.3), 10.0, strict=True)
 
 
 def test_the_first_responses_of_each_round_have_a_control(monkeypatch: pytest.MonkeyPatch) -> None:
     run_with(monkeypatch, perturbation={"name": "neighbor"})
-    followed: list[bool] = []
+    has_control: list[bool] = []
 
     class Executor:
         async def execute(self, **kwargs: Any) -> None:
-            followed.append(rollout_actor._conversation.get().needs_control)
+            has_control.append(rollout_actor._conversation.get().needs_control)
             raise ValueError
 
     executor = rollout_actor.RecordingExecutor(Executor())
-    rounds = [(1, True)] * (CONTROLS + 2) + [(2, False), (2, True), (0, True)]
-    for place, (number, enabled) in enumerate(rounds):
-        second_round.drafting.set(place == 0)
-        params = SimpleNamespace(extra_args={"perturbation": {"round": number, "enabled": enabled}})
+
+    def respond(round_number: int, perturbed: bool = True) -> None:
+        params = SimpleNamespace(extra_args={"perturbation": {"round": round_number, "enabled": perturbed}})
         with pytest.raises(RuntimeError, match="ValueError"):
             asyncio.run(executor.execute(prompt="p", sampling_params=params))
-    assert followed == [False] + [True] * CONTROLS + [False, False, True, False], "the first one was a draft"
+
+    second_round.drafting.set(True)
+    respond(1)
+    assert has_control == [False], "a draft has none"
+    second_round.drafting.set(False)
+    has_control.clear()
+
+    for _ in range(CONTROLS + 1):
+        respond(1)
+    assert has_control == [True] * CONTROLS + [False]
+    has_control.clear()
+
+    respond(2, perturbed=False)
+    respond(2)
+    respond(0)  # an evaluation
+    assert has_control == [False, True, False]
 
 
-ANSWER = UnperturbedAnswer(np.array([5, 6, 300_000, 8], np.int32), np.array([-0.5, -1.25], np.float32))
+UNPERTURBED = UnperturbedAnswer(
+    np.array([5, 6, 300_000, 8], np.int32),
+    np.array([-0.5, -1.25], np.float32),
+)
 
 
-def record(answer: UnperturbedAnswer | None) -> FinishedTrajectory:
-    return FinishedTrajectory(a_record(0), np.array([np.nan, -1.0], np.float32), unperturbed=answer)
+def trajectory_with(unperturbed: UnperturbedAnswer | None) -> FinishedTrajectory:
+    """A trajectory with an unperturbed response to its prompt."""
+    return FinishedTrajectory(a_record(0), np.array([np.nan, -1.0], np.float32), unperturbed=unperturbed)
 
 
 @pytest.mark.parametrize("experts", [None, np.arange(12, dtype=np.uint16).reshape(3, 2, 2)], ids=["plain", "routed"])
-def test_an_answer_travels_with_its_sample(experts: np.ndarray | None) -> None:
-    answers = [None, dataclasses.replace(ANSWER, experts=experts)]
-    none, found = (each.unperturbed for each in unpack([record(answer).pack() for answer in answers]))
-    assert none is None
-    for field in dataclasses.fields(found):
-        np.testing.assert_array_equal(getattr(found, field.name), getattr(answers[1], field.name))
+def test_an_unperturbed_response_travels_with_its_sample(experts: np.ndarray | None) -> None:
+    sent = dataclasses.replace(UNPERTURBED, experts=experts)
+    without, with_response = unpack([trajectory_with(None).pack(), trajectory_with(sent).pack()])
+    assert without.unperturbed is None
+    for field in dataclasses.fields(sent):
+        received = getattr(with_response.unperturbed, field.name)
+        np.testing.assert_array_equal(received, getattr(sent, field.name))
 
 
 class Group:
-    """One actor, whose log-probability of a token is −token / 10."""
+    """One actor, whose log-probability of a token is −token / 10; ``tensors`` are those of its last call."""
 
-    def async_run_method(self, method_name: str, **given: torch.Tensor) -> list[torch.Tensor]:
+    def async_run_method(self, method_name: str, **tensors: torch.Tensor) -> list[torch.Tensor]:
         assert method_name == "unperturbed_log_probs"
-        self.given = given
-        return [-given["sequences"][:, -given["action_mask"].shape[1] :] / 10.0]
+        self.tensors = tensors
+        response_tokens = tensors["action_mask"].shape[1]
+        return [-tensors["sequences"][:, -response_tokens:] / 10.0]
 
 
 @pytest.fixture
 def maker(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr("ray.get", lambda found: found)
-    rollout = SimpleNamespace(batch_size=8, vllm_generate_batch_size=8)
-    args = SimpleNamespace(rollout=rollout, train=SimpleNamespace(async_enable=False))
-    args.ds = SimpleNamespace(param_dtype="bf16")
+    monkeypatch.setattr("ray.get", lambda results: results)
+    args = SimpleNamespace(
+        rollout=SimpleNamespace(batch_size=8, vllm_generate_batch_size=8),
+        train=SimpleNamespace(async_enable=False),
+        ds=SimpleNamespace(param_dtype="bf16"),
+    )
     return openrlhf_doubles.maker(actor_model_group=Group(), strategy=SimpleNamespace(args=args))
 
 
-def test_the_gap_is_over_the_answers_tokens(maker: Any) -> None:
+def test_the_mismatch_is_over_the_tokens_of_unperturbed_responses(maker: Any) -> None:
     shorter = UnperturbedAnswer(np.array([1, 2], np.int32), np.array([-0.3], np.float32))
     longer = UnperturbedAnswer(np.array([7, 3, 4, 5], np.int32), np.array([-0.3, -0.4, -0.9], np.float32))
     empty = dataclasses.replace(shorter, log_probs=shorter.log_probs[:0])
+
+    trajectories = [trajectory_with(unperturbed) for unperturbed in (empty, shorter, None, longer)]
+    mean = experience_maker.control_gap(maker, trajectories)
+
     # |−0.2 + 0.3|, and |−0.5 + 0.9| at the last of the other's three tokens.
-    found = experience_maker.control_gap(maker, [record(each) for each in (empty, shorter, None, longer)])
-    assert found == pytest.approx((0.1 + 0.4) / 4)
-    given = maker.actor_model_group.given
-    assert given["sequences"].tolist() == [[0, 0, 1, 2], [7, 3, 4, 5]]
-    assert given["attention_mask"].tolist() == [[0, 0, 1, 1], [1, 1, 1, 1]]
-    assert given["action_mask"].tolist() == [[0, 0, 1], [1, 1, 1]]
-    assert experience_maker.control_gap(maker, [record(empty), None]) is None
+    assert mean == pytest.approx((0.1 + 0.4) / 4)
+    tensors = maker.actor_model_group.tensors
+    assert tensors["sequences"].tolist() == [[0, 0, 1, 2], [7, 3, 4, 5]]
+    assert tensors["attention_mask"].tolist() == [[0, 0, 1, 1], [1, 1, 1, 1]]
+    assert tensors["action_mask"].tolist() == [[0, 0, 1], [1, 1, 1]]
+    assert experience_maker.control_gap(maker, [trajectory_with(empty), trajectory_with(None)]) is None
 
 
 @pytest.mark.parametrize(("asynchronous", "batch"), [(False, 8), (True, 8), (False, 16)])
@@ -171,11 +214,17 @@ def test_when_weights_drift_by_design(
     assert scale.is_needed == (asynchronous or batch > 8)
 
 
-@pytest.mark.parametrize("large", [step(perturbed=5.0, plain=0.01), step(perturbed=0.9, plain=0.9, unperturbed=0.02)])
+@pytest.mark.parametrize(
+    "large",
+    [
+        pytest.param(step(perturbed=5.0, plain=0.01), id="beside plain positions"),
+        pytest.param(step(perturbed=0.9, plain=0.9, unperturbed=0.02), id="beside unperturbed responses"),
+    ],
+)
 def test_rollouts_at_other_temperatures_are_not_judged(
     maker: Any, large: dict[str, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A schedule's gap is that between two temperatures, whatever the replay does."""
+    """A schedule's mismatch is that between two temperatures, whatever the replay does."""
     run_with(monkeypatch, strict=True)
     with pytest.raises(ReplayGap):
         experience_maker.judge(maker, large)

@@ -25,7 +25,7 @@ class Tokenizer:
 
 
 def experiences(size: int = 2, prompts: int = 2, *, length: int = 3, perturbed: bool = True) -> list[Any]:
-    """One batch with the answers in reverse: answer i of i + 1's token, its advantages i, its reward i mod 2."""
+    """One batch with the responses in reverse: response i of i + 1's token, its advantages i, its reward i mod 2."""
     total = size * prompts
     order = list(reversed(range(total)))
     sequences = torch.full((total, 2 + length), 26)
@@ -35,39 +35,48 @@ def experiences(size: int = 2, prompts: int = 2, *, length: int = 3, perturbed: 
     rollout = np.array([np.nan, np.nan, -1.5] + [-1.0] * (length - 1), np.float32)
     record = dataclasses.replace(small([3]), prompt_tokens=2, num_tokens=5)  # tokens 1 and 3, half and half
     packed = FinishedTrajectory(record, rollout).pack()
-    return [
-        SimpleNamespace(
-            sequences=sequences,
-            action_mask=mask,
-            index=order,
-            rewards=torch.tensor([float(place % 2) for place in order]),
-            advantages=torch.tensor([[0.0] + [float(place)] * length for place in order]),
-            action_log_probs=torch.full((total, 1 + length), -1.0),
-            rollout_log_probs=None,
-            prompts=[f"prompt {place // size}" for place in order],
-            mm_train_inputs=[packed if place % 2 else None for place in order] if perturbed else [],
-        )
-    ]
+    experience = SimpleNamespace(
+        sequences=sequences,
+        action_mask=mask,
+        index=order,
+        rewards=torch.tensor([float(place % 2) for place in order]),
+        advantages=torch.tensor([[0.0] + [float(place)] * length for place in order]),
+        action_log_probs=torch.full((total, 1 + length), -1.0),
+        rollout_log_probs=None,
+        prompts=[f"prompt {place // size}" for place in order],
+        mm_train_inputs=[],
+    )
+    if perturbed:
+        experience.mm_train_inputs = [packed if place % 2 else None for place in order]
+    return [experience]
 
 
 def test_a_step_by_hand() -> None:
-    found = of_step(experiences(), Tokenizer(), size=2, groups=2, seed="0")
-    assert found["rewards"] == [0.0, 1.0, 0.0, 1.0] and found["size"] == 2
-    assert [group["prompt"] for group in found["groups"]] == ["prompt 0", "prompt 1"]
-    plain, mixed = found["groups"][1]["answers"]
+    kept = of_step(experiences(), Tokenizer(), size=2, groups=2, seed="0")
+    assert kept["rewards"] == [0.0, 1.0, 0.0, 1.0]
+    assert kept["size"] == 2
+    assert [group["prompt"] for group in kept["groups"]] == ["prompt 0", "prompt 1"]
+    plain, mixed = kept["groups"][1]["answers"]
     assert plain == {"reward": 0.0, "advantage": 2.0, "tokens": ["c", "c", "c"]}
-    # The first token's log-probability was −1.5 at the rollout, the others' −1; position 3 is the second token.
-    fed = [[1, {"candidates": [["a", 0.5], ["c", 0.5]]}]]
-    assert mixed == {"reward": 1.0, "advantage": 3.0, "tokens": ["d"] * 3, "gaps": [0.5, 0.0, 0.0], "fed": fed}
+    assert mixed == {
+        "reward": 1.0,
+        "advantage": 3.0,
+        "tokens": ["d", "d", "d"],
+        # The first token's log-probability was −1.5 at the rollout, the others' −1.
+        "gaps": [0.5, 0.0, 0.0],
+        # Position 3 is the second token.
+        "fed": [[1, {"candidates": [["a", 0.5], ["c", 0.5]]}]],
+    }
 
 
 def test_a_step_stays_small() -> None:
     long = experiences(size=8, prompts=8, length=2000, perturbed=False)
-    found = of_step(long, Tokenizer(), size=8, groups=8, seed="0")
-    assert len(json.dumps(found, ensure_ascii=False).encode()) <= STEP_BYTES
-    answer = found["groups"][0]["answers"][0]
-    assert answer["cut"] == 2000 - len(answer["tokens"]) and 32 <= len(answer["tokens"]) <= 512
-    assert len(found["rewards"]) == 64
+    kept = of_step(long, Tokenizer(), size=8, groups=8, seed="0")
+    assert len(json.dumps(kept, ensure_ascii=False).encode()) <= STEP_BYTES
+    assert len(kept["rewards"]) == 64
+    response = kept["groups"][0]["answers"][0]
+    assert 32 <= len(response["tokens"]) <= 512
+    assert response["cut"] == 2000 - len(response["tokens"])
 
 
 def test_diversity_by_hand() -> None:
@@ -79,27 +88,50 @@ def test_diversity_by_hand() -> None:
 
 @pytest.mark.parametrize("steps", [1, 5, STEPS, STEPS + 1, 100, 1000])
 def test_kept_steps_are_few_and_spread_evenly(tmp_path: Path, steps: int) -> None:
-    kept, made = KeptGroups(tmp_path, 0), []
+    groups = KeptGroups(tmp_path, 0)
+    computed = []
+
+    def compute() -> dict[str, Any]:
+        computed.append(1)
+        return {"groups": []}
+
     for step in range(steps):
-        kept.add(step, lambda: made.append(1) or {"groups": []})
-    found = [line["step"] for line in read(tmp_path)]
-    assert found[0] == 1 and len(found) <= STEPS and len({b - a for a, b in pairwise(found)}) <= 1
-    assert len(found) > min(steps, STEPS) // 2 and len(made) <= 60
+        groups.add(step, compute)
+
+    kept_steps = [line["step"] for line in read(tmp_path)]
+    distances = {later - earlier for earlier, later in pairwise(kept_steps)}
+    assert kept_steps[0] == 1
+    assert min(steps, STEPS) // 2 < len(kept_steps) <= STEPS
+    assert len(distances) <= 1
+    assert len(computed) <= 60
 
 
-def test_a_resumed_run_goes_on_and_a_new_one_begins_anew(tmp_path: Path) -> None:
-    kept = KeptGroups(tmp_path, 0)
+def kept_steps_of(folder: Path) -> list[int]:
+    return [line["step"] for line in read(folder)]
+
+
+def test_a_resumed_run_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+    interrupted = KeptGroups(tmp_path, 0)
     for step in range(20):
-        kept.add(step, dict)
-    before = [line["step"] for line in read(tmp_path)]
-    assert before == list(range(1, 21, 2))
+        interrupted.add(step, dict)
+    assert kept_steps_of(tmp_path) == list(range(1, 21, 2))
+
     # From a checkpoint of step 10: what came after it is forgotten.
-    again = KeptGroups(tmp_path, 10)
+    resumed = KeptGroups(tmp_path, 10)
     for step in range(10, 14):
-        again.add(step, dict)
-    assert [line["step"] for line in read(tmp_path)] == [1, 3, 5, 7, 9, 11, 13]
+        resumed.add(step, dict)
+    assert kept_steps_of(tmp_path) == [1, 3, 5, 7, 9, 11, 13]
+
+
+def test_a_new_run_begins_anew(tmp_path: Path) -> None:
+    earlier = KeptGroups(tmp_path, 0)
+    for step in range(20):
+        earlier.add(step, dict)
     KeptGroups(tmp_path, 0).add(0, dict)
-    assert [line["step"] for line in read(tmp_path)] == [1]
+    assert kept_steps_of(tmp_path) == [1]
+
+
+def test_a_folder_without_groups_has_none(tmp_path: Path) -> None:
     assert read(tmp_path / "none") == []
 
 
@@ -111,11 +143,16 @@ def test_what_cannot_be_written_ends_no_run(tmp_path: Path, capsys: pytest.Captu
     assert capsys.readouterr().out.count("groups for the report are not kept") == 1
 
 
-def test_the_experience_makers_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_experience_maker_keeps_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_with(monkeypatch, report_groups=1, run_dir=str(tmp_path))
     args = SimpleNamespace(rollout=SimpleNamespace(n_samples_per_prompt=2), train=SimpleNamespace(seed=1))
-    made, batch = maker(strategy=SimpleNamespace(args=args), training_step=0), experiences()
-    made.tokenizer = Tokenizer()
-    assert made.make_experience_batch(batch) is batch and made.step_measures == {}
+    experience_maker = maker(strategy=SimpleNamespace(args=args), training_step=0)
+    experience_maker.tokenizer = Tokenizer()
+    batch = experiences()
+
+    assert experience_maker.make_experience_batch(batch) is batch
+
+    assert experience_maker.step_measures == {}
     (line,) = read(tmp_path)
-    assert line["step"] == 1 and len(line["groups"]) == 1
+    assert line["step"] == 1
+    assert len(line["groups"]) == 1

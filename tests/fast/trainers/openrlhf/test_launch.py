@@ -46,7 +46,9 @@ def test_a_known_error_is_explained(words: str) -> None:
     outer = RuntimeError("the actor died")
     outer.__cause__ = ImportError(words)
     explained = explanation(outer)
-    assert explained is not None and KNOWN[words] in explained and explained.endswith(words)
+    assert explained is not None
+    assert KNOWN[words] in explained
+    assert explained.endswith(words)
 
 
 @pytest.mark.parametrize(
@@ -57,8 +59,10 @@ def test_any_other_error_is_not(error: Exception) -> None:
 
 
 def test_root_cause_of_nested_ray_errors() -> None:
-    outer, inner = TaskError("300 lines"), TaskError("200 lines")
-    outer.cause, inner.cause = inner, ValueError("the reward file is empty")
+    outer = TaskError("300 lines")
+    inner = TaskError("200 lines")
+    outer.cause = inner
+    inner.cause = ValueError("the reward file is empty")
     assert root_cause(outer) == "ValueError: the reward file is empty\n  in fit"
     died = RuntimeError('The actor died\n  File "x.py", line 1, in f\nImportError: cannot import name y')
     assert root_cause(died).startswith("ImportError: cannot import name y")
@@ -68,7 +72,8 @@ def test_what_an_engine_process_failed_with(tmp_path: Path) -> None:
     line = "(EngineCore pid=2189) ERROR 11-26 23:19:21 [core.py:1374] {}\n".format
     text = "".join(map(line, ("EngineCore failed to start.", "  raise ValueError(", "ValueError: small", "")))
     (tmp_path / "worker-1.out").write_text(text)
-    assert engine_error(tmp_path) == "ValueError: small" and engine_error(tmp_path / "none") is None
+    assert engine_error(tmp_path) == "ValueError: small"
+    assert engine_error(tmp_path / "none") is None
 
 
 def test_an_engine_that_does_not_start_is_explained_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,7 +83,8 @@ def test_an_engine_that_does_not_start_is_explained_too(tmp_path: Path, monkeypa
     node = SimpleNamespace(get_logs_dir_path=lambda: str(tmp_path))
     monkeypatch.setattr(pytest.importorskip("ray")._private.worker, "_global_node", node)
     told = str(launch._failed(RuntimeError("Engine core initialization failed. See root cause above.")))
-    assert told.startswith("an engine did not start: other processes hold memory of the GPU") and said[12:] in told
+    assert told.startswith("an engine did not start: other processes hold memory of the GPU")
+    assert said[12:] in told
 
 
 # A process that starts another and is then gone, as a killed worker leaves its compiler processes.

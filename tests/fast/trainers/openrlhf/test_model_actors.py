@@ -6,7 +6,7 @@ All at a temperature other than 1.
 
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -46,66 +46,115 @@ def training_step(self: Any, experience: Any, kl_ctl: float, step: int) -> dict[
     return {"metrics": {}, "weights": {}}
 
 
+class Inputs(NamedTuple):
+    """Three samples of which the second has no perturbed position.
+
+    Attributes:
+        forward: the keyword arguments of an actor's ``forward``.
+        mask: attention mask (B, T).
+        records: of each sample.
+    """
+
+    forward: dict[str, Any]
+    mask: Tensor
+    records: list
+
+
 @pytest.fixture
-def inputs(monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, Any], Tensor, list]:
+def inputs(monkeypatch: pytest.MonkeyPatch) -> Inputs:
     run_with(monkeypatch, perturbation=PERTURBATION.spec())
     tokens, mask, records = batch(PERTURBATION)
-    records[1] = records[0].truncate(5)  # nothing was perturbed there
-    action = mask.clone()[:, 1:]
-    action[:, :4] = 0
-    rides = [FinishedTrajectory(r, np.zeros(r.num_tokens, np.float32)).pack() for r in records]
-    inputs = {"sequences": tokens, "action_mask": action, "attention_mask": mask, "mm_train_inputs_list": rides}
-    return inputs, mask, records
+    records[1] = records[0].truncate(5)
+    action_mask = mask.clone()[:, 1:]
+    action_mask[:, :4] = 0
+    trajectories = [FinishedTrajectory(record, np.zeros(record.num_tokens, np.float32)) for record in records]
+    forward = {
+        "sequences": tokens,
+        "action_mask": action_mask,
+        "attention_mask": mask,
+        "mm_train_inputs_list": [trajectory.pack() for trajectory in trajectories],
+    }
+    return Inputs(forward, mask, records)
 
 
-def experience(kwargs: dict[str, Any], old: Tensor) -> SimpleNamespace:
-    advantages = torch.ones(kwargs["action_mask"].shape)
-    rides = kwargs["mm_train_inputs_list"]
-    return SimpleNamespace(**kwargs, mm_train_inputs=rides, action_log_probs=old, advantages=advantages)
+def experience(forward: dict[str, Any], old_log_probs: Tensor) -> SimpleNamespace:
+    """The experience of a training step on the inputs of a ``forward``, with advantages of 1."""
+    return SimpleNamespace(
+        **forward,
+        mm_train_inputs=forward["mm_train_inputs_list"],
+        action_log_probs=old_log_probs,
+        advantages=torch.ones(forward["action_mask"].shape),
+    )
 
 
-def test_old_and_reference_hold_densities_and_the_actor_keeps_the_tokens(inputs: tuple) -> None:
-    kwargs, mask, records = inputs
-    actor, reference = policy_model_actor(PolicyModelActor)(), reference_model_actor(PolicyModelActor)()
-    old, base = actor.forward(**kwargs), reference.forward(**kwargs)
-    want, _ = run(actor.actor.model, PERTURBATION, kwargs["sequences"], mask, records, temperature=TEMPERATURE)
-    torch.testing.assert_close(old, (want[:, :-1] * kwargs["action_mask"]).detach())
-    assert torch.equal(old, base)
-    (own,) = actor.hand_over("token_log_probs")
-    assert actor.hand_over("token_log_probs") == [], "each is handed over once"
-    at = perturbed(records, mask)
-    assert (old[at] != own[at]).all()
-    own[at] = old[at]
-    assert torch.equal(own, old), "plain positions are the same in both"
+def test_old_and_reference_hold_densities(inputs: Inputs) -> None:
+    actor = policy_model_actor(PolicyModelActor)()
+    reference = reference_model_actor(PolicyModelActor)()
+    old = actor.forward(**inputs.forward)
+    of_reference = reference.forward(**inputs.forward)
+
+    tokens = inputs.forward["sequences"]
+    expected, _ = run(actor.actor.model, PERTURBATION, tokens, inputs.mask, inputs.records, temperature=TEMPERATURE)
+    torch.testing.assert_close(old, (expected[:, :-1] * inputs.forward["action_mask"]).detach())
+    assert torch.equal(old, of_reference)
 
 
-@pytest.mark.parametrize("missing", [None, [None] * 3, [0, None, 2], [0, 1]], ids=["all", "each", "one", "short"])
-def test_a_sample_without_its_record_is_an_error(inputs: tuple, missing: list | None) -> None:
-    kwargs, _, _ = inputs
-    rides = kwargs["mm_train_inputs_list"]
-    given = {**kwargs, "mm_train_inputs_list": missing and [i if i is None else rides[i] for i in missing]}
-    for made in (policy_model_actor(PolicyModelActor)(), reference_model_actor(PolicyModelActor)()):
+def test_the_actor_keeps_the_log_probabilities_of_the_tokens(inputs: Inputs) -> None:
+    actor = policy_model_actor(PolicyModelActor)()
+    old = actor.forward(**inputs.forward)
+
+    (of_tokens,) = actor.hand_over("token_log_probs")
+    assert actor.hand_over("token_log_probs") == [], "they are handed over once"
+
+    at_perturbed = perturbed(inputs.records, inputs.mask)
+    assert (old[at_perturbed] != of_tokens[at_perturbed]).all()
+    of_tokens[at_perturbed] = old[at_perturbed]
+    assert torch.equal(of_tokens, old), "plain positions are the same in both"
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        pytest.param(None, id="nothing for any sample"),
+        pytest.param([None, None, None], id="no sample's"),
+        pytest.param([0, None, 2], id="one is missing"),
+        pytest.param([0, 1], id="too few"),
+    ],
+)
+def test_a_sample_without_its_record_is_an_error(inputs: Inputs, sent: list | None) -> None:
+    """``sent`` has the numbers of the samples whose trajectories the actors receive."""
+    packed = inputs.forward["mm_train_inputs_list"]
+    received = None
+    if sent is not None:
+        received = [None if number is None else packed[number] for number in sent]
+    forward = {**inputs.forward, "mm_train_inputs_list": received}
+
+    for actor in (policy_model_actor(PolicyModelActor)(), reference_model_actor(PolicyModelActor)()):
         with pytest.raises(RuntimeError, match="have no replay record"):
-            made.forward(**given)
+            actor.forward(**forward)
     with pytest.raises(RuntimeError, match="have no replay record"):
-        our_training_step(Actor(), None, training_step, experience(given, torch.zeros(1)))
+        our_training_step(Actor(), None, training_step, experience(forward, torch.zeros(1)))
 
 
 def test_what_the_actors_kept_is_one_tensor_for_each_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two ranks, each in two copies that hold the same."""
     monkeypatch.setattr("ray.get", lambda refs: refs)
     parallel = SimpleNamespace(ring_attn_size=1, tensor_parallel_size=2)
-    tensors = [torch.full((2, 3 + i), float(i)) for i in range(3)]
+    batches = [torch.full((2, 3 + number), float(number)) for number in range(3)]
 
-    def kept(*of_ranks: list[Tensor]) -> list[Tensor]:
-        group = SimpleNamespace(async_run_method=lambda **_: [part for part in of_ranks for _ in range(2)])
+    def kept(first_rank: list[Tensor], second_rank: list[Tensor]) -> list[Tensor]:
+        copies = [first_rank, first_rank, second_rank, second_rank]
+        group = SimpleNamespace(async_run_method=lambda **_: copies)
         strategy = SimpleNamespace(args=SimpleNamespace(ds=parallel))
         maker = SimpleNamespace(strategy=strategy, actor_model_group=group)
-        return kept_by_actors(maker, "token_log_probs", tensors)
+        return kept_by_actors(maker, "token_log_probs", batches)
 
-    assert all(torch.equal(a, b) for a, b in zip(kept(tensors[:2], tensors[2:]), tensors))
+    received = kept(batches[:2], batches[2:])
+    assert len(received) == 3
+    for received_batch, sent_batch in zip(received, batches):
+        assert torch.equal(received_batch, sent_batch)
     with pytest.raises(RuntimeError, match="2 batches, 3 were made"):
-        kept(tensors[:1], tensors[2:])
+        kept(batches[:1], batches[2:])
 
 
 class Bypassing(Language):
@@ -115,44 +164,56 @@ class Bypassing(Language):
         return self.head(self.embedding.weight[tokens])
 
 
-def test_a_replay_that_did_not_happen_is_an_error(inputs: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_replay_that_did_not_happen_is_an_error(inputs: Inputs, monkeypatch: pytest.MonkeyPatch) -> None:
     run_with(monkeypatch, perturbation=create("gumbel").spec())
-    kwargs, _, _ = inputs
-    for made in (policy_model_actor(PolicyModelActor)(), reference_model_actor(PolicyModelActor)()):
-        made.actor.model = Bypassing()
+    for actor in (policy_model_actor(PolicyModelActor)(), reference_model_actor(PolicyModelActor)()):
+        actor.actor.model = Bypassing()
         with pytest.raises(RuntimeError, match="did not happen"):
-            made.forward(**kwargs)
+            actor.forward(**inputs.forward)
 
 
-def test_the_training_step_has_ratio_1_and_a_gradient_of_the_density(inputs: tuple) -> None:
-    kwargs, mask, records = inputs
+def test_the_training_step_has_ratio_1_and_a_gradient_of_the_density(inputs: Inputs) -> None:
+    action_mask = inputs.forward["action_mask"]
     actor = policy_model_actor(PolicyModelActor)()
-    batch, given = experience(kwargs, actor.forward(**kwargs)), []
+    step = experience(inputs.forward, actor.forward(**inputs.forward))
+    received_log_probs = []
 
     def loss(log_probs: Tensor, old: Tensor, *_: Any, action_mask: Tensor) -> Tensor:
-        given.append(log_probs.detach())
+        received_log_probs.append(log_probs.detach())
         return -((log_probs - old).exp() * action_mask).sum()
 
-    result = our_training_step(actor.actor, loss, training_step, batch)
+    result = our_training_step(actor.actor, loss, training_step, step)
+
     assert result["metrics"]["perturbation/ratio_mean"].item() == 1.0
-    got = actor.actor.model.head.weight.grad.clone()
     model = Language()
-    new, _ = run(model, PERTURBATION, kwargs["sequences"], mask, records, temperature=TEMPERATURE)
-    (-(new[:, :-1] * kwargs["action_mask"]).sum()).backward()
-    torch.testing.assert_close(got, model.head.weight.grad)
-    assert got.abs().max() > 1e-3
-    torch.testing.assert_close(given[0], new[:, :-1].detach() * kwargs["action_mask"])
+    tokens = inputs.forward["sequences"]
+    log_probs, _ = run(model, PERTURBATION, tokens, inputs.mask, inputs.records, temperature=TEMPERATURE)
+    torch.testing.assert_close(received_log_probs[0], log_probs[:, :-1].detach() * action_mask)
+    # At the ratio 1 the loss has the gradient of the log-probabilities.
+    (-(log_probs[:, :-1] * action_mask).sum()).backward()
+    gradient = actor.actor.model.head.weight.grad.clone()
+    torch.testing.assert_close(gradient, model.head.weight.grad)
+    assert gradient.abs().max() > 1e-3
+
     with torch.no_grad():
-        actor.actor.model.head.weight += 0.1 * torch.randn(got.shape, generator=generator())
-    moved = our_training_step(actor.actor, loss, training_step, batch)
+        actor.actor.model.head.weight += 0.1 * torch.randn(gradient.shape, generator=generator())
+    moved = our_training_step(actor.actor, loss, training_step, step)
     assert abs(moved["metrics"]["perturbation/ratio_mean"].item() - 1.0) > 1e-4
 
 
-@pytest.mark.parametrize("gap", [300.0, -300.0, 2e38])
-def test_the_mean_ratio_is_finite(inputs: tuple, gap: float) -> None:
-    kwargs, _, _ = inputs
-    batch = experience(kwargs, torch.full(kwargs["action_mask"].shape, -gap))
-    loss = lambda log_probs, *_, action_mask: log_probs.sum()  # noqa: E731
-    result = our_training_step(Actor(), loss, training_step, batch)
+@pytest.mark.parametrize("difference", [300.0, -300.0, 2e38])
+def test_the_mean_ratio_is_finite(inputs: Inputs, difference: float) -> None:
+    """Old log-probabilities that are so much below the new ones."""
+    old_log_probs = torch.full(inputs.forward["action_mask"].shape, -difference)
+
+    def loss(log_probs: Tensor, *_: Any, action_mask: Tensor) -> Tensor:
+        return log_probs.sum()
+
+    result = our_training_step(Actor(), loss, training_step, experience(inputs.forward, old_log_probs))
+
     mean = result["metrics"]["perturbation/ratio_mean"]
-    assert mean.isfinite() and (mean > 1e8 if gap > 0 else mean < 1e-8)
+    assert mean.isfinite()
+    if difference > 0:
+        assert mean > 1e8
+    else:
+        assert mean < 1e-8

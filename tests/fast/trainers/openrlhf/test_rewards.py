@@ -15,7 +15,8 @@ from ngrpo.trainers.openrlhf.rewards import CheckedExecutor, CheckedReward, Rewa
 from ngrpo.trainers.openrlhf.rollout_actor import RecordingExecutor
 from tests.support.run import run_with
 
-ANSWER = (["What is 1 + 1? It is 3."], ["What is 1 + 1?"], ["2"])
+SCORED = (["What is 1 + 1? It is 3."], ["What is 1 + 1?"], ["2"])
+"""Queries, prompts and labels of one response, as OpenRLHF passes them."""
 
 
 def raises(queries: Any, prompts: Any, labels: Any) -> Any:
@@ -26,7 +27,8 @@ def hangs(queries: Any, prompts: Any, labels: Any) -> Any:
     time.sleep(60)
 
 
-def gives(value: Any) -> Any:
+def returns(value: Any) -> Any:
+    """A reward function that returns ``value``."""
     return lambda queries, prompts, labels: value
 
 
@@ -45,66 +47,78 @@ GOOD = {
 }
 
 
-@pytest.mark.parametrize("name", GOOD)
-def test_one_number_becomes_a_float(name: str) -> None:
-    given, wanted = GOOD[name]
-    checked = CheckedReward(gives({"rewards": given, "scores": given, "extra_logs": {"length": 3}}))
-    result = checked(*ANSWER)
-    assert result == {"rewards": wanted, "scores": wanted, "extra_logs": {"length": 3}}
-    assert type(result["rewards"]) is type(result["scores"]) is float
-    checked.raise_failure()
-    assert CheckedReward(gives({"rewards": given, "scores": None}))(*ANSWER)["scores"] is None
+@pytest.mark.parametrize(("value", "number"), GOOD.values(), ids=GOOD)
+def test_one_number_becomes_a_float(value: Any, number: float) -> None:
+    checked = CheckedReward(returns({"rewards": value, "scores": value, "extra_logs": {"length": 3}}))
+    result = checked(*SCORED)
+    assert result == {"rewards": number, "scores": number, "extra_logs": {"length": 3}}
+    assert type(result["rewards"]) is float
+    assert type(result["scores"]) is float
+    checked.raise_failure()  # there is none
+
+
+def test_scores_may_be_none() -> None:
+    checked = CheckedReward(returns({"rewards": 1.0, "scores": None}))
+    assert checked(*SCORED)["scores"] is None
 
 
 BAD = {
     "raises": (raises, "raised KeyError: 'answers'"),
     "hangs": (hangs, "did not return within 0.05 s"),
-    "nothing": (gives(None), "returned 'None' where a dictionary"),
-    "a string": (gives({"rewards": "1.0"}), "returned '1.0' as 'rewards' of one response"),
-    "nan": (gives({"rewards": float("nan")}), "returned 'nan' as 'rewards'"),
-    "infinite": (gives({"rewards": torch.tensor([torch.inf])}), "returned 'tensor"),
-    "too large": (gives({"rewards": 10**400}), "returned '1000"),
-    "an exact number of another kind": (gives({"rewards": Fraction(1, 2)}), "returned '1/2' as 'rewards'"),
-    "a complex number": (gives({"rewards": np.array([1j])}), "as 'rewards' of one response"),
-    "no value": (gives({"rewards": []}), "returned '[]' as 'rewards'"),
-    "a list of results": (gives([{"rewards": 1.0}]), "where a dictionary with 'rewards' is needed"),
-    "two values": (gives({"rewards": [1.0, 0.0]}), "as 'rewards' of one response"),
-    "scores": (gives({"rewards": 1.0, "scores": "good"}), "returned 'good' as 'scores'"),
+    "nothing": (returns(None), "returned 'None' where a dictionary"),
+    "a string": (returns({"rewards": "1.0"}), "returned '1.0' as 'rewards' of one response"),
+    "nan": (returns({"rewards": float("nan")}), "returned 'nan' as 'rewards'"),
+    "infinite": (returns({"rewards": torch.tensor([torch.inf])}), "returned 'tensor"),
+    "too large": (returns({"rewards": 10**400}), "returned '1000"),
+    "an exact number of another kind": (returns({"rewards": Fraction(1, 2)}), "returned '1/2' as 'rewards'"),
+    "a complex number": (returns({"rewards": np.array([1j])}), "as 'rewards' of one response"),
+    "no value": (returns({"rewards": []}), "returned '[]' as 'rewards'"),
+    "a list of results": (returns([{"rewards": 1.0}]), "where a dictionary with 'rewards' is needed"),
+    "two values": (returns({"rewards": [1.0, 0.0]}), "as 'rewards' of one response"),
+    "scores": (returns({"rewards": 1.0, "scores": "good"}), "returned 'good' as 'scores'"),
 }
 
 
-@pytest.mark.parametrize("name", BAD)
-def test_anything_else_names_the_response(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    function, message = BAD[name]
-    if name == "hangs":
+@pytest.mark.parametrize(("reward_func", "message"), BAD.values(), ids=BAD)
+def test_anything_else_names_the_response(reward_func: Any, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if reward_func is hangs:
         monkeypatch.setenv(SECONDS, "0.05")
-    checked = CheckedReward(function)
+    checked = CheckedReward(reward_func)
+
     with pytest.raises(RewardFailed) as failure:
-        checked(*ANSWER)
-    for part in (message, "prompt: 'What is 1 + 1?'", "response: ' It is 3.'", "a finite number"):
-        assert part in str(failure.value)
+        checked(*SCORED)
+
+    error = str(failure.value)
+    assert message in error
+    assert "prompt: 'What is 1 + 1?'" in error
+    assert "response: ' It is 3.'" in error
+    assert "a finite number" in error
     with pytest.raises(RewardFailed, match="the reward function"):
         checked.raise_failure()
 
 
-def test_the_executor_raises_what_openrlhf_swallows(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Executor:
-        """As OpenRLHF's SingleTurnAgentExecutor."""
+class SwallowingExecutor:
+    """As OpenRLHF's SingleTurnAgentExecutor, whose reward function raises."""
 
-        reward_func = staticmethod(raises)
+    reward_func = staticmethod(raises)
 
-        async def execute(self, **kwargs: Any) -> dict[str, Any]:
-            try:
-                await asyncio.to_thread(self.reward_func, *ANSWER)
-            except Exception:
-                return {"reward": None}
-            raise AssertionError("no error")
+    async def execute(self, **kwargs: Any) -> dict[str, Any]:
+        try:
+            await asyncio.to_thread(self.reward_func, *SCORED)
+        except Exception:
+            return {"reward": None}
+        raise AssertionError("no error")
 
-    run_with(monkeypatch, perturbation={"name": "gumbel"})
+
+def test_the_executor_raises_what_openrlhf_swallows() -> None:
     with pytest.raises(RewardFailed, match="raised KeyError"):
-        asyncio.run(CheckedExecutor(Executor()).execute(prompt="p", sampling_params=None))
+        asyncio.run(CheckedExecutor(SwallowingExecutor()).execute(prompt="p", sampling_params=None))
+
+
+def test_the_error_is_not_wrapped_where_trajectories_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    run_with(monkeypatch, perturbation={"name": "gumbel"})
+    recording = RecordingExecutor(CheckedExecutor(SwallowingExecutor()))
     with pytest.raises(RewardFailed, match=r"^the reward function raised KeyError"):
-        recording = RecordingExecutor(CheckedExecutor(Executor()))
         asyncio.run(recording.execute(prompt="p", sampling_params=None))
 
 
@@ -118,15 +132,27 @@ class Agent:
         return self._response
 
 
+def response_of(**response: Any) -> dict[str, Any]:
+    """What the checked executor of an agent returns for a response with these fields."""
+    return asyncio.run(CheckedExecutor(Agent(**response)).execute())
+
+
 def test_an_agent_has_one_number_too() -> None:
-    response = asyncio.run(CheckedExecutor(Agent(reward=np.array([1]), scores=torch.tensor([[0.5]]))).execute())
-    assert (response["reward"], response["scores"]) == (1.0, 0.5) and response["observation_tokens"] == [1, 2]
-    assert type(response["reward"]) is type(response["scores"]) is float
-    unscored = asyncio.run(CheckedExecutor(Agent(reward=None, scores=None)).execute())
-    assert unscored["reward"] is unscored["scores"] is None, "a reward model scores it later"
+    response = response_of(reward=np.array([1]), scores=torch.tensor([[0.5]]))
+    assert response["reward"] == 1.0
+    assert response["scores"] == 0.5
+    assert type(response["reward"]) is float
+    assert type(response["scores"]) is float
+    assert response["observation_tokens"] == [1, 2]
+
+
+def test_an_agent_may_leave_the_score_to_a_reward_model() -> None:
+    unscored = response_of(reward=None, scores=None)
+    assert unscored["reward"] is None
+    assert unscored["scores"] is None
 
 
 @pytest.mark.parametrize("wrong", [{"reward": float("nan")}, {"reward": 1.0, "scores": [1.0, 2.0]}], ids=str)
 def test_an_agent_without_a_number_is_named(wrong: dict[str, Any]) -> None:
     with pytest.raises(RewardFailed, match=r"Agent returned '.*' as '.*' of one response.\n  prompt: 'What is 1 \+ 1"):
-        asyncio.run(CheckedExecutor(Agent(**wrong)).execute())
+        response_of(**wrong)

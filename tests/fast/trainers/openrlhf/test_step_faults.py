@@ -27,46 +27,75 @@ from tests.support.run import run_of, run_with
 
 ESTIMATORS = ("gae", "reinforce", "rloo", "reinforce_baseline", "group_norm", "dr_grpo", "flash_reinforce")
 OF_GROUPS = ("rloo", "group_norm", "dr_grpo")
-SIZES, CONSTANTS = (3, 8, 32), (0.1, 0.3, 1 / 3, 1e-8, 1e6)
+SIZES = (3, 8, 32)
+CONSTANTS = (0.1, 0.3, 1 / 3, 1e-8, 1e6)
 ROOM = SimpleNamespace(data=SimpleNamespace(max_len=8), rollout=SimpleNamespace(max_new_tokens=4))
 
 
 @pytest.fixture(scope="module")
-def moved() -> dict[str, list[list[float]]]:
-    """What OpenRLHF's own class computed, without and with our patches."""
+def computed() -> dict[str, list[float]]:
+    """The advantages that OpenRLHF's own class computes without and with our patches, by `key`."""
     pytest.importorskip("openrlhf")
     return json.loads(run_module("tests.fast.trainers.openrlhf.test_step_faults").splitlines()[-1])
 
 
+def key(side: str, estimator: str, size: int, constant: float, case: str) -> str:
+    """The name of a computation.
+
+    Args:
+        side: "stock", "ours" or "spo".
+        estimator: OpenRLHF's.
+        size: number of responses in each of the two groups of a step.
+        constant: the reward of all of the first group.
+        case: "equal" where the second group has the same rewards, "beside" where its rewards differ.
+    """
+    return f"{side} {estimator} {size} {constant} {case}"
+
+
 @pytest.mark.parametrize("name", ESTIMATORS)
-def test_a_step_of_equal_rewards_moves_nothing(name: str, moved: dict[str, list[list[float]]]) -> None:
+def test_a_step_of_equal_rewards_moves_nothing(name: str, computed: dict[str, list[float]]) -> None:
     """Under no estimator that a run has by its own flag, a preset or OpenRLHF's default, which is gae."""
-    for case in itertools.product(SIZES, CONSTANTS):
-        assert set(moved[f"ours {name} {case} equal"]) == {0.0}, case
-    if name in ("group_norm", "reinforce", "gae"):
-        assert any(any(moved[f"stock {name} {case} equal"]) for case in itertools.product(SIZES, CONSTANTS))
+    for size, constant in itertools.product(SIZES, CONSTANTS):
+        assert set(computed[key("ours", name, size, constant, "equal")]) == {0.0}, (size, constant)
+
+
+@pytest.mark.parametrize("name", ["group_norm", "reinforce", "gae"])
+def test_openrlhf_moves_the_policy_in_a_step_of_equal_rewards(name: str, computed: dict[str, list[float]]) -> None:
+    """The rounding of OpenRLHF's means is what the patch is for."""
+    stock: list[float] = []
+    for size, constant in itertools.product(SIZES, CONSTANTS):
+        stock += computed[key("stock", name, size, constant, "equal")]
+    assert any(stock)
 
 
 @pytest.mark.parametrize("name", OF_GROUPS)
-def test_a_uniform_group_moves_nothing(name: str, moved: dict[str, list[list[float]]]) -> None:
+def test_a_uniform_group_moves_nothing(name: str, computed: dict[str, list[float]]) -> None:
     """Beside one that is not uniform, which keeps OpenRLHF's advantages to the bit."""
-    for case in itertools.product(SIZES, CONSTANTS):
-        ours, stock = (moved[f"{side} {name} {case} beside"] for side in ("ours", "stock"))
-        trained = len(ours) // 2
-        assert set(ours[:trained]) == {0.0} and ours[trained:] == stock[trained:] and any(ours[trained:])
+    for size, constant in itertools.product(SIZES, CONSTANTS):
+        ours = computed[key("ours", name, size, constant, "beside")]
+        stock = computed[key("stock", name, size, constant, "beside")]
+        half = len(ours) // 2
+        uniform_group = ours[:half]
+        other_group = ours[half:]
+        assert set(uniform_group) == {0.0}
+        assert other_group == stock[half:]
+        assert any(other_group)
 
 
-def test_spo_is_normalized_over_the_step_before_the_kl_penalty(moved: dict[str, list[list[float]]]) -> None:
-    """Of each response once; with a penalty of 0.5 for each token that is left, in a step of equal rewards alone."""
-    for size in SIZES:
-        lengths = [1 + place % 5 for place in [*range(size)] * 2]
-        penalty = [-0.5 * (length - token) for length in lengths for token in range(length)]
-        equal, beside = (moved[f"spo flash_reinforce {(size, 0.3)} {case}"] for case in ("equal", "beside"))
-        assert equal == penalty
-        rewards = torch.tensor([0.3] * size + [place / size for place in range(size)])
-        wanted = (rewards - rewards.mean()) / rewards.std()  # one prompt, so one value
-        wanted = wanted.repeat_interleave(torch.tensor(lengths)) + torch.tensor(penalty)
-        assert beside == pytest.approx(wanted.tolist(), abs=1e-5)
+@pytest.mark.parametrize("size", SIZES)
+def test_spo_is_normalized_over_the_step_before_the_kl_penalty(size: int, computed: dict[str, list[float]]) -> None:
+    """Each response counts once; the penalty is 0.5 for each token that is left, in a step of equal rewards alone."""
+    lengths = [1 + place % 5 for place in range(size)] * 2
+    penalties = []
+    for length in lengths:
+        penalties += [-0.5 * (length - token) for token in range(length)]
+    rewards = torch.tensor([0.3] * size + [place / size for place in range(size)])
+    normalized = (rewards - rewards.mean()) / rewards.std()  # one prompt, so one value
+    by_token = normalized.repeat_interleave(torch.tensor(lengths)) + torch.tensor(penalties)
+
+    assert computed[key("spo", "flash_reinforce", size, 0.3, "equal")] == penalties
+    beside = computed[key("spo", "flash_reinforce", size, 0.3, "beside")]
+    assert beside == pytest.approx(by_token.tolist(), abs=1e-5)
 
 
 class _ActorPPOTrainer:
@@ -79,23 +108,26 @@ class _ActorPPOTrainer:
         self.args = SimpleNamespace(
             train=SimpleNamespace(batch_size=32, max_epochs=2), rollout=SimpleNamespace(n_samples_per_prompt=8)
         )
-        self._latest, self._norms = 15.0, iter(())
+        self._latest_norm = 15.0
+        self._norms = iter(())
 
     def ppo_train(self, *norms: float) -> dict[str, float]:
         self._norms = iter(norms)
         for step in range(2 * len(norms)):
-            self.training_step(SimpleNamespace(mm_train_inputs=None, attention_mask=None, advantages=None), 0.0, step)
+            experience = SimpleNamespace(mm_train_inputs=None, attention_mask=None, advantages=None)
+            self.training_step(experience, 0.0, step)
         return {"policy_loss": 0.5}
 
     def training_step(self, experience: Any, kl_ctl: float, step: int) -> dict[str, Any]:
-        if step % 2:
-            self._latest = next(self._norms)
+        is_second_micro_batch = step % 2 == 1
+        if is_second_micro_batch:
+            self._latest_norm = next(self._norms)
             self.actor.model.global_steps += 1
-        return {"metrics": {"actor_grad_norm": self._latest}, "weights": {"actor_grad_norm": None}}
+        return {"metrics": {"actor_grad_norm": self._latest_norm}, "weights": {"actor_grad_norm": None}}
 
 
-def said_of_a_step(*norms: float, capsys: pytest.CaptureFixture[str]) -> str:
-    """What a step prints whose updates have these gradient norms."""
+def output_of_step_4(*norms: float, capsys: pytest.CaptureFixture[str]) -> str:
+    """What a step of 28 responses prints whose updates have these gradient norms."""
     actor = actor_trainer(_ActorPPOTrainer)()
 
     class PPOTrainer:
@@ -108,24 +140,42 @@ def said_of_a_step(*norms: float, capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().out
 
 
-def test_a_step_without_an_update_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_updates_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     run_with(monkeypatch, preset="dapo")
-    trained = {"optimizer_steps": 2.0, "zero_gradients": 0.0, "trained_responses": 32.0, "trained_groups": 4.0}
-    assert actor_trainer(_ActorPPOTrainer)().ppo_train(1.0, 2.0) == {"policy_loss": 0.5, **trained}
+    assert actor_trainer(_ActorPPOTrainer)().ppo_train(1.0, 2.0) == {
+        "policy_loss": 0.5,
+        "optimizer_steps": 2.0,
+        "zero_gradients": 0.0,
+        "trained_responses": 32.0,
+        "trained_groups": 4.0,
+    }
+
+
+def test_a_step_without_an_update_is_warned_of(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_with(monkeypatch, preset="dapo")
     message = "step 4 made no optimizer step: 28 responses do not fill --train.batch_size"
-    assert message in said_of_a_step(capsys=capsys)
+    assert message in output_of_step_4(capsys=capsys)
 
 
-def test_a_gradient_of_zero_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Where it is exactly zero in all of a step's updates; the step before had another one."""
+def test_a_step_whose_gradients_are_all_exactly_0_is_warned_of(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     run_with(monkeypatch, preset="dapo")
     message = "warning: step 4 trained nothing: the gradient was exactly 0 in each of its updates (2)."
-    assert message in said_of_a_step(0.0, 0.0, capsys=capsys)
-    assert "updates (1)" in said_of_a_step(0.0, capsys=capsys)
-    assert said_of_a_step(1e-12, 0.0, capsys=capsys) == ""
+    assert message in output_of_step_4(0.0, 0.0, capsys=capsys)
+    assert "updates (1)" in output_of_step_4(0.0, capsys=capsys)
+    assert output_of_step_4(1e-12, 0.0, capsys=capsys) == ""
+
+
+def test_gradients_of_exactly_0_are_counted_within_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last update of the step before does not count, although the first micro-batch logs its norm."""
+    run_with(monkeypatch, preset="dapo")
     actor = actor_trainer(_ActorPPOTrainer)()
-    found = [actor.ppo_train(*norms)["zero_gradients"] for norms in ((1e-12, 0.0), (1.0, 2.0), (0.0, 0.0))]
-    assert found == [1.0, 0.0, 2.0], "the last update of the rollout before does not count"
+    assert actor.ppo_train(1e-12, 0.0)["zero_gradients"] == 1.0
+    assert actor.ppo_train(1.0, 2.0)["zero_gradients"] == 0.0
+    assert actor.ppo_train(0.0, 0.0)["zero_gradients"] == 2.0
 
 
 def test_a_response_without_a_trained_token_is_named() -> None:
@@ -134,51 +184,70 @@ def test_a_response_without_a_trained_token_is_named() -> None:
         maker().make_experience_batch([sample])
 
 
-def test_it_is_no_part_of_its_group_in_verl() -> None:
+@pytest.mark.parametrize(("name", "options"), [("group_norm", {}), ("rs_grpo", {}), ("pkpo", {"k": 2})])
+def test_a_response_without_a_trained_token_is_no_part_of_its_group_in_verl(name: str, options: dict[str, Any]) -> None:
     """As verl's rejection sampling masks it; neither verl's padding nor the one response of b has k = 2."""
-    rewards = torch.tensor([[1.0, 0.0], [9.0, 0.0], [0.0, 0.0], [0.5, 0.0], [0.0, 0.0], [1.0, 0.0], [1.0, 0.0]])
+    first_token_rewards = torch.tensor([1.0, 9.0, 0.0, 0.5, 0.0, 1.0, 1.0])
+    rewards = torch.stack([first_token_rewards, torch.zeros(7)], dim=1)
+    groups = np.array(["a", "a", "a", "a", "padding", "b", "b"], dtype=object)
+    masked = [1, 4, 6]
     mask = torch.ones(7, 2)
-    mask[[1, 4, 6]] = 0.0
-    group, kept = np.array(["a"] * 4 + ["padding"] + ["b"] * 2, dtype=object), [0, 2, 3]
-    for name, options in {"group_norm": {}, "rs_grpo": {}, "pkpo": {"k": 2}}.items():
-        estimate = estimator(advantages.create(name, **options))
-        found, alone = estimate(rewards, mask, group)[0], estimate(rewards[kept], mask[kept], group[kept])[0]
-        assert torch.equal(found[kept], alone) and not found[[1, 4, 6]].any()
-        assert name == "rs_grpo" or not found[5].any(), "one response says nothing of its group"
+    mask[masked] = 0.0
+    trained_of_a = [0, 2, 3]
+    trained_of_b = 5
+    estimate = estimator(advantages.create(name, **options))
+
+    computed, _ = estimate(rewards, mask, groups)
+    alone, _ = estimate(rewards[trained_of_a], mask[trained_of_a], groups[trained_of_a])
+
+    assert torch.equal(computed[trained_of_a], alone)
+    assert not computed[masked].any()
+    if name != "rs_grpo":
+        assert not computed[trained_of_b].any(), "one response says nothing of its group"
 
 
 def test_cut_prompts_are_counted(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Of prompts of 5, 4 and 2 tokens with room for 4 the first; its responses are two."""
     run_with(monkeypatch, preset="dapo")
-    sizes = {"a b c d e": 4, "a b c d": 4, "a b": 2}
-    masks = ([[int(t >= size - 1) for t in range(7)]] for size in sizes.values())
-    samples = [
-        SimpleNamespace(prompts=[text], action_mask=torch.tensor(mask), rewards=torch.ones(1))
-        for text, mask in zip(sizes, masks)
-        for _ in range(2)
-    ]
-    made = maker(args=ROOM)
-    words = lambda text, add_special_tokens: {"input_ids": text.split()}  # noqa: E731
-    made.tokenizer = SimpleNamespace(tokenizer=words)  # a multimodal model's processor
-    made.make_experience_batch(samples)
-    assert made.step_measures == {"cut_prompts": 1.0}
+    samples = []
+    for prompt, kept_tokens in (("a b c d e", 4), ("a b c d", 4), ("a b", 2)):
+        # Entry t of an action mask is of token t + 1.
+        action_mask = torch.tensor([[int(entry >= kept_tokens - 1) for entry in range(7)]])
+        sample = SimpleNamespace(prompts=[prompt], action_mask=action_mask, rewards=torch.ones(1))
+        samples += [sample, sample]
+    experience_maker = maker(args=ROOM)
+
+    def tokenize(text: str, add_special_tokens: bool) -> dict[str, list[str]]:
+        return {"input_ids": text.split()}
+
+    experience_maker.tokenizer = SimpleNamespace(tokenizer=tokenize)  # a multimodal model's processor
+    experience_maker.make_experience_batch(samples)
+
+    assert experience_maker.step_measures == {"cut_prompts": 1.0}
     assert "step 1: 1 prompts have more than 4 tokens" in capsys.readouterr().out
 
 
 def test_turns_without_room_are_counted(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of 8 tokens: an agent's message up to the last one, a response up to it, and a message that leaves room."""
     run_with(monkeypatch)
-    masks = [[0, 0, 1, 1, 0, 0, 0], [0, 0, 1, 0, 0, 1, 1], [0, 0, 1, 1, 0, 0]]
-    samples = [SimpleNamespace(prompts=["p"], action_mask=torch.tensor([mask])) for mask in masks]
-    made = maker(args=ROOM)
-    made.make_experience_batch(samples)
-    assert made.step_measures == {"cut_turns": 1.0}
+    action_masks = {
+        "a message up to the last of 8 tokens": [0, 0, 1, 1, 0, 0, 0],
+        "a response up to the last token": [0, 0, 1, 0, 0, 1, 1],
+        "a message that leaves room": [0, 0, 1, 1, 0, 0],
+    }
+    samples = [SimpleNamespace(prompts=["p"], action_mask=torch.tensor([mask])) for mask in action_masks.values()]
+    experience_maker = maker(args=ROOM)
+
+    experience_maker.make_experience_batch(samples)
+
+    assert experience_maker.step_measures == {"cut_turns": 1.0}
     assert "step 1: 1 conversations ended" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("error", "said"), [(None, "a call of generate"), (KeyError("tool"), "KeyError: 'tool'")])
+@pytest.mark.parametrize(
+    ("error", "message"), [(None, "a call of generate"), (KeyError("tool"), "KeyError: 'tool'")], ids=["ends", "raises"]
+)
 def test_an_agent_that_generates_nothing_is_named(
-    error: Exception | None, said: str, monkeypatch: pytest.MonkeyPatch
+    error: Exception | None, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_with(monkeypatch, perturbation={"name": "neighbor"})
 
@@ -188,8 +257,9 @@ def test_an_agent_that_generates_nothing_is_named(
                 raise error
             return {"observation_tokens": [1, 2]}
 
-    with pytest.raises(RuntimeError, match=f"Agent, for the prompt 'the question': .*{said}"):
-        asyncio.run(rollout_actor.RecordingExecutor(Agent()).execute(prompt="the question"))
+    executor = rollout_actor.RecordingExecutor(Agent())
+    with pytest.raises(RuntimeError, match=f"Agent, for the prompt 'the question': .*{message}"):
+        asyncio.run(executor.execute(prompt="the question"))
 
 
 @pytest.mark.parametrize(
@@ -245,47 +315,82 @@ def test_a_control_is_drawn_with_the_models_probabilities() -> None:
             raise ConnectionError
             yield
 
-    penalties = {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.5, "min_tokens": 4}
-    lists = {"logit_bias": {7: 5.0}, "bad_words": ["no"], "allowed_token_ids": [1, 2]}
-    params = SamplingParams(temperature=0.7, top_p=0.9, max_tokens=100, **penalties, **lists)
+    of_the_response = SamplingParams(
+        temperature=0.7,
+        top_p=0.9,
+        max_tokens=100,
+        min_tokens=4,
+        repetition_penalty=1.3,
+        presence_penalty=0.5,
+        frequency_penalty=0.5,
+        logit_bias={7: 5.0},
+        bad_words=["no"],
+        allowed_token_ids=[1, 2],
+    )
     with pytest.raises(ConnectionError):
-        asyncio.run(rollout_actor.unperturbed_response(SimpleNamespace(llm=Engine()), [1, 2], params, seed=3))
-    (control,) = received
-    extra = {"perturbation": {"enabled": False, "scheduled": False, "seed": 3}}
-    assert control == SamplingParams(temperature=0.7, max_tokens=16, min_tokens=4, extra_args=extra)
-    assert params.repetition_penalty == 1.3, "the response's own parameters stay"
+        asyncio.run(rollout_actor.unperturbed_response(SimpleNamespace(llm=Engine()), [1, 2], of_the_response, seed=3))
+
+    (of_the_control,) = received
+    assert of_the_control == SamplingParams(
+        temperature=0.7,
+        max_tokens=16,
+        min_tokens=4,
+        extra_args={"perturbation": {"enabled": False, "scheduled": False, "seed": 3}},
+    )
+    assert of_the_response.repetition_penalty == 1.3, "the response's own parameters stay"
 
 
-def main() -> None:
-    """Advantages of trained tokens, group by group: all of one reward, or one such group beside another."""
-    patches.install(["cpu", "without_flash_attn"])
+def compute_advantages(estimator: str, groups: Sequence[torch.Tensor], penalty: float) -> list[float]:
+    """The advantages of a step's trained tokens, by OpenRLHF's class as it is patched now.
+
+    Args:
+        estimator: OpenRLHF's.
+        groups: of each of the step's prompts the rewards of its responses, which have 1 to 5 tokens.
+        penalty: the coefficient of a KL estimate that is 1 at every token.
+    """
     from openrlhf.trainer.ppo_utils import experience_maker
     from openrlhf.trainer.ppo_utils.experience import Experience
 
-    found = {}
+    size = len(groups[0])
+    lengths = 1 + torch.arange(size) % 5
+    mask = (torch.arange(5) < lengths.unsqueeze(-1)).float()
+    args = SimpleNamespace(
+        rollout=SimpleNamespace(n_samples_per_prompt=size, max_new_tokens=5),
+        algo=SimpleNamespace(advantage=SimpleNamespace(estimator=estimator, gamma=1.0, lambd=1.0, no_std_norm=False)),
+        reward=SimpleNamespace(clip_range=(-10, 10)),
+    )
+    maker_of_openrlhf = object.__new__(experience_maker.RemoteExperienceMaker)
+    maker_of_openrlhf.args = args
+    maker_of_openrlhf.strategy = SimpleNamespace(args=args)
+    maker_of_openrlhf.kl_ctl = SimpleNamespace(value=penalty)
+    maker_of_openrlhf.advantage_estimator = estimator
+    maker_of_openrlhf.tokenizer = None
+    step = []
+    for number, rewards in enumerate(groups):
+        experience = Experience(
+            action_mask=mask,
+            rewards=rewards,
+            index=list(range(number * size, (number + 1) * size)),
+            prompts=["p"] * size,
+            values=torch.zeros_like(mask),
+            kl=torch.ones_like(mask),
+        )
+        step.append(experience)
+    experiences = maker_of_openrlhf.compute_advantages_and_returns(step)
+    return torch.cat([experience.advantages[experience.action_mask.bool()] for experience in experiences]).tolist()
 
-    def compute(side: str, names: Sequence[str], constants: Sequence[float], penalty: float = 0.0) -> None:
-        for name, size, constant in itertools.product(names, SIZES, constants):
-            mask = (torch.arange(5) < 1 + torch.arange(size).unsqueeze(-1) % 5).float()  # of responses of 1 to 5 tokens
+
+def main() -> None:
+    """Prints the advantages of all computations as JSON; a process of its own, since it patches OpenRLHF."""
+    patches.install(["cpu", "without_flash_attn"])
+    results = {}
+
+    def compute(side: str, estimators: Sequence[str], constants: Sequence[float], penalty: float = 0.0) -> None:
+        for name, size, constant in itertools.product(estimators, SIZES, constants):
             equal = torch.full((size,), constant)
-            for case, second in {"equal": equal, "beside": torch.arange(size) / size}.items():
-                algo = SimpleNamespace(estimator=name, gamma=1.0, lambd=1.0, no_std_norm=False)
-                args = SimpleNamespace(
-                    rollout=SimpleNamespace(n_samples_per_prompt=size, max_new_tokens=5),
-                    algo=SimpleNamespace(advantage=algo),
-                    reward=SimpleNamespace(clip_range=(-10, 10)),
-                )
-                made = object.__new__(experience_maker.RemoteExperienceMaker)
-                made.args, made.strategy, made.kl_ctl = args, SimpleNamespace(args=args), SimpleNamespace(value=penalty)
-                made.advantage_estimator, made.tokenizer = name, None
-                zeros, kl = torch.zeros_like(mask), torch.ones_like(mask)
-                step = [
-                    Experience(action_mask=mask, rewards=r, index=places, prompts=["p"] * size, values=zeros, kl=kl)
-                    for r, places in ((equal, [*range(size)]), (second, [*range(size, 2 * size)]))
-                ]
-                done = made.compute_advantages_and_returns(step)
-                trained = torch.cat([each.advantages[each.action_mask.bool()] for each in done])
-                found[f"{side} {name} {(size, constant)} {case}"] = trained.tolist()
+            for case, second_group in (("equal", equal), ("beside", torch.arange(size) / size)):
+                advantages_of_step = compute_advantages(name, (equal, second_group), penalty)
+                results[key(side, name, size, constant, case)] = advantages_of_step
 
     compute("stock", ESTIMATORS, CONSTANTS)
     patch.place(row for row in patches.active([patches.TRAINING]) if row.module.endswith("experience_maker"))
@@ -293,7 +398,7 @@ def main() -> None:
     compute("ours", ESTIMATORS, CONSTANTS)
     begin(run_of(advantage={"name": "spo"}))
     compute("spo", ["flash_reinforce"], [0.3], penalty=0.5)
-    print(json.dumps(found))
+    print(json.dumps(results))
 
 
 if __name__ == "__main__":

@@ -20,7 +20,8 @@ class Engine:
 
     def __init__(self, fails: bool = False) -> None:
         self.loaded: list[tuple[str, float]] = []
-        self.resets, self.fails = 0, fails
+        self.resets = 0
+        self.fails = fails
         self.load_weights_file, self.reset_prefix_cache = (
             SimpleNamespace(remote=call) for call in (self._load, self._reset)
         )
@@ -51,7 +52,8 @@ def sync(monkeypatch: pytest.MonkeyPatch, rank: int, engines: list[Engine], cach
     args = SimpleNamespace(vllm=SimpleNamespace(enable_prefix_caching=caching))
     run_with(monkeypatch, hardware="cpu")
     trainer = actor_trainer.actor_trainer(object)()
-    trainer.vllm_engines, trainer.strategy = engines, SimpleNamespace(args=args)
+    trainer.vllm_engines = engines
+    trainer.strategy = SimpleNamespace(args=args)
     trainer.broadcast_to_vllm()
     return kept
 
@@ -69,7 +71,8 @@ def test_every_engine_takes_the_weights(monkeypatch: pytest.MonkeyPatch, caching
 def test_other_ranks_help_to_gather_and_send_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine()
     assert sync(monkeypatch, 1, [engine]) == [False]
-    assert engine.loaded == [] and engine.resets == 0
+    assert engine.loaded == []
+    assert engine.resets == 0
 
 
 def test_the_file_goes_where_an_engine_fails(monkeypatch: pytest.MonkeyPatch) -> None:
