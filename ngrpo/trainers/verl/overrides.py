@@ -25,7 +25,7 @@ def prepare(config: DictConfig) -> tuple[Perturbation, float, bool]:
     """Reads ``config.perturbation``, and enters its parts into verl's configuration, in-place.
 
     These are the engine's ``additional_config``, the agent loop manager, and the mode, verl's synchronous one. Returns
-    the perturbation, the gap limit, and whether a wider gap is an error.
+    the perturbation, the limit of the mismatch, and whether a larger mismatch is an error.
 
     Raises ``UsageError`` for a bad perturbation, or a setting under which a rollout would not be replayed.
     """

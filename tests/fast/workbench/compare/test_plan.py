@@ -175,7 +175,7 @@ def test_the_identity_of_a_usual_run_stays(words: str, pinned: str, monkeypatch:
     [
         (["--perturbations", "none,neighbour"], "Did you mean 'neighbor'"),
         (["--perturbations", "none", "--seeds", "0,0"], "given twice"),
-        (["--perturbations", "none", "--baseline", "neighbor"], "none of the strategies"),
+        (["--perturbations", "none", "--baseline", "neighbor"], "none of the arms"),
         (["--perturbations", "none", "--train.seed", "3"], "give --seeds"),
         (["--perturbations", "none", "--perturbation.rate", "0.2"], "--sweep perturbation.OPTION"),
         (["--perturbations", "none", "--ckpt.path", "x"], "give --out DIR"),
@@ -255,7 +255,7 @@ def test_bad_problems_are_found_before_anything_is_trained(tmp_path: Path) -> No
     [
         (["--eval.n", "0"], "evaluation: n=0: must be at least 1"),
         (["--diagnose.group", "1"], "diagnosis: sampling option group=1"),
-        (["--sweep", "nope=1,2"], "strategy 'none nope=1': unknown flag '--nope'"),
+        (["--sweep", "nope=1,2"], "arm 'none nope=1': unknown flag '--nope'"),
         (["--sweep", "rollout.top_p=0.5,abc"], "rollout.top_p=abc': --rollout.top_p abc: must be a number"),
     ],
 )
@@ -277,8 +277,8 @@ def test_a_folder_s_name_is_short_and_not_hidden() -> None:
 def test_a_strategy_given_twice_is_told() -> None:
     arms = plan("--perturbations", "none,neighbor,neighbor:rate=0.1,neighbor:rate=0.2,gumbel:rate=0").arms
     told = {arm.id: note for arm in arms for note in arm.notes}
-    assert told["neighbor rate=0.1"].startswith("the same strategy as 'neighbor'")
-    assert told["gumbel rate=0"].startswith("the same strategy as 'none'") and len(told) == 2
+    assert told["neighbor rate=0.1"].startswith("the same arm as 'neighbor'")
+    assert told["gumbel rate=0"].startswith("the same arm as 'none'") and len(told) == 2
 
 
 @pytest.mark.parametrize(

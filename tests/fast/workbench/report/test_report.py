@@ -31,7 +31,7 @@ def test_comparison_has_its_parts_in_order(tmp_path: Path) -> None:
     assert named and named <= set(ids)
     assert "neighbor, gaussian sigma_of=vector and gumbel against none" in page.text
     assert "1 of 12 runs failed" in page.text and ERROR in page.text and "runs/gumbel-seed2/eval.log" in page.text
-    assert "None of 3 strategies is better than “none” in Mean@32 beyond noise." in page.text
+    assert "None of 3 arms is better than “none” in Mean@32 beyond noise." in page.text
     assert "+0.055, within noise" in page.text and "−0.143, within noise" in page.text
     assert "×1.02" in page.text and "10.27 GiB" in page.text
     assert re.search("before training 0.119 0.706 ", page.words)

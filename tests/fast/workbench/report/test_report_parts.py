@@ -99,16 +99,16 @@ TWO_SEEDS, ONE_SEED = {**BETTER, "seeds": 2}, {**BETTER, "seeds": 1, "over": "pr
     ("rows", "said"),
     [
         ({"a": BETTER, "b": WORSE, "c": WITHIN}, "Better than “none” in Mean@8 beyond noise: a; worse: b."),
-        ({"a": WITHIN, "b": WORSE}, "None of 2 strategies is better than “none” in Mean@8 beyond noise; worse: b."),
+        ({"a": WITHIN, "b": WORSE}, "None of 2 arms is better than “none” in Mean@8 beyond noise; worse: b."),
         (
             {"a": WITHIN, "b": None, "c": None},
-            "None of 3 strategies is better than “none” in Mean@8 beyond noise (2 strategies could not be compared).",
+            "None of 3 arms is better than “none” in Mean@8 beyond noise (2 arms could not be compared).",
         ),
         (
             {"a": TWO_SEEDS},
             "Better than “none” in Mean@8 beyond noise: a. Of 2 seeds: too few to tell a method from luck.",
         ),
-        ({"a": ONE_SEED}, "One seed each: no strategy can be called better or worse than “none” in Mean@8."),
+        ({"a": ONE_SEED}, "One seed each: no arm can be called better or worse than “none” in Mean@8."),
         ({"a": None}, "Nothing could be compared with “none” in Mean@8: no evaluation has finished for both."),
         ({}, None),
     ],
@@ -189,4 +189,4 @@ def test_the_section(tmp_path: Path) -> None:
     for notes, tokens in re.findall(r'data-notes="([^"]*)">(.*?)</div>', section, re.DOTALL):
         listed = json.loads(html.unescape(notes))
         assert len(listed) == len(re.findall("<(?:i|mark)[ >]", tokens)) > 20
-        assert all(line[0].startswith("gap ") for line in listed)
+        assert all(line[0].startswith("mismatch ") for line in listed)
