@@ -46,8 +46,8 @@ _PROMPTS = 12
 _PROMPT_TOKENS = 20
 _TOKENS = 64  # of a response
 _HEADINGS = [
-    *("type", "dtype", "perturbation", "routed otherwise", "mean gap", "largest gap"),
-    *("replayed: otherwise", "mean gap", "largest gap"),
+    *("type", "dtype", "perturbation", "routed otherwise", "mean mismatch", "largest mismatch"),
+    *("replayed: otherwise", "mean mismatch", "largest mismatch"),
 ]
 
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Four strategies on a CPU: SmolLM2-135M learns sums of two digits; results.json, results.csv and report.html.
+# Four arms on a CPU: SmolLM2-135M learns sums of two digits; results.json, results.csv and report.html.
 #
 #   bash examples/compare_cpu.sh [OUT_DIR] [more arguments of ngrpo compare ...]
 #

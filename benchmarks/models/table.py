@@ -140,7 +140,7 @@ def summary(rows: Iterable[Mapping[str, Any]]) -> str:
     in_bfloat16 = sum(row["dtype"] != "float32" for row in above)
     phrases = [
         f"{len(plain_rows)} types in their plain case: {len(right) - len(above)} replay to {TOLERANCE:g}",
-        f"{len(above)} are above it, as their unperturbed gap is ({in_bfloat16} of them ran in bfloat16 alone)",
+        f"{len(above)} are above it, as their unperturbed mismatch is ({in_bfloat16} of them ran in bfloat16 alone)",
     ]
     other_verdicts = Counter(row["verdict"] for row in plain_rows if row["verdict"] != "right")
     phrases += [f"{count} {verdict}" for verdict, count in other_verdicts.most_common()]

@@ -22,7 +22,7 @@ compare() {  # TASK, STEPS, then its words. A failed run (1) does not keep the o
 }
 status=0
 for task in $tasks; do
-  if [ "$task" = sums ]; then  # the four strategies of study.yaml, and these
+  if [ "$task" = sums ]; then  # the four arms of study.yaml, and these
     compare sums 8 --task arithmetic \
       --strategy "neighbor" \
       --strategy "gaussian sigma_of=vector" \

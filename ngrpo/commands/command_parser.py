@@ -44,7 +44,7 @@ class CommandParser(argparse.ArgumentParser):
         return namespace
 
     def add_problems(self, temperature: float, top_p: float, max_tokens: int) -> None:
-        """Adds the flags of the model, the problems and the draws, with defaults of the latter."""
+        """Adds the flags of the model, the problems and the sampling; the arguments are the sampling's defaults."""
         add = self.add_argument
         add("--model", "--actor.model_name_or_path", metavar="NAME", help="packaged name, model folder or hub name")
         add("--data", metavar="SRC", help="the problems: benchmark, file or hub dataset, see below")
@@ -72,13 +72,15 @@ def telling_what_is_kept(command: str, argv: Sequence[str], folder: Path, report
     try:
         yield
     except KeyboardInterrupt:
-        again = ["ngrpo", command, *argv, *(() if Flags(argv).has("--out") else ("--out", str(folder)))]
-        report(f"ended early; what was finished is kept in {folder}. Go on with: {shlex.join(again)}")
+        continuing = ["ngrpo", command, *argv]
+        if not Flags(argv).has("--out"):
+            continuing += ["--out", str(folder)]
+        report(f"ended early; what was finished is kept in {folder}. Go on with: {shlex.join(continuing)}")
         raise
 
 
 def problems_of(args: argparse.Namespace, limit: int | None, report: Report) -> tuple[list[evaluate.Problem], str]:
-    """The problems, and their name in the result; ``UsageError`` for an empty dataset or a missing answer."""
+    """The problems, and the dataset's name in the result; ``UsageError`` for an empty dataset or a missing answer."""
     if (args.data is None) == (args.task is None):
         raise UsageError("give the problems by --data SRC or by --task NAME, one of the two.")
     template = conversation.template_arguments(args.chat_template_kwargs)

@@ -2,13 +2,13 @@
 """usage: ngrpo compare --perturbations NAME,NAME ... [--seeds 0,1,2]
                      [--task NAME] [flags of ngrpo train ...]
 
-Trains every strategy with every seed under the same trainer, data order and
+Trains every arm with every seed under the same trainer, data order and
 budget, evaluates each, and writes results.json, results.csv and report.html.
 Finished runs are kept: the same command continues where it stopped.
 
   --perturbations A,B       perturbations, with options after colons:
                             none,neighbor:rate=0.2,gumbel
-  --strategy 'A x=1 --f=2'  one strategy: options, base=PRESET, advantage=NAME
+  --strategy 'A x=1 --f=2'  one arm: options, base=PRESET, advantage=NAME
                             (or of another kind: ngrpo new),
                             and flags of its own; repeatable
   --sweep KEY=V,W           one run per value: perturbation.rate=0.05,0.1 for
@@ -17,7 +17,7 @@ Finished runs are kept: the same command continues where it stopped.
                             repeatable
   --base P,Q                base algorithms: grpo, gspo, dapo
   --seeds 0,1,2             seeds [0]
-  --baseline ID             the strategy that all others are compared with
+  --baseline ID             the arm that all others are compared with
                             [none, or the first one]
   --threshold SCORE         count the runs that end with a higher Mean@n, and
                             test the counts: for tasks that a run either solves
@@ -39,7 +39,7 @@ evaluation of each trained model (perturbation off)
   --eval.OPTION VALUE       any other option of ngrpo eval, e.g. --eval.k 1,4,8
                             --eval.temperature 0.6
   --eval.steps N            also every N training steps, on --eval.dataset [the
-                            task's]: a learning curve that compares strategies,
+                            task's]: a learning curve that compares arms,
                             as rewards of their different rollouts do not
   --eval.at_start           also before the first step, where the curve begins
 
@@ -102,11 +102,11 @@ def check(plan: Plan, out: Path, report: Report, shape: str | None = None) -> in
     """
     failed = 0
     if shape is not None:
-        print(f"{len(plan.runs())} runs: {len(plan.arms)} strategies × {len(plan.seeds)} seeds")
+        print(f"{len(plan.runs())} runs: {len(plan.arms)} arms × {len(plan.seeds)} seeds")
     for number, run in enumerate(plan.runs()[: len(plan.arms)]):  # each arm with the first seed
         if shape is not None:
-            print(f"\nstrategy {run.arm.id}\n  {shlex.join(run.arm.flags)}\n")
-        with _named(f"strategy {run.arm.id!r}"):
+            print(f"\narm {run.arm.id}\n  {shlex.join(run.arm.flags)}\n")
+        with _named(f"arm {run.arm.id!r}"):
             config = runs.run_config(plan, run, out / "runs" / run.id)
             if shape is None:
                 rules.checked(config)
@@ -193,7 +193,7 @@ def _before_training(plan: Plan, folder: runs.ComparisonFolder, model: str) -> N
     if state == "finished":
         return
     again = " again: its settings are others than before" if state == "other" else ""
-    print(f"before training: diagnosing the strategies{again}", flush=True)
+    print(f"before training: diagnosing the arms{again}", flush=True)
     if state == "other":
         shutil.rmtree(diagnosis, ignore_errors=True)
     _try(["diagnose", *words, "--out", str(diagnosis)], folder, diagnosis.name)

@@ -28,24 +28,42 @@ def run(argv: list[str], *, report: Report) -> int:
     """Writes a dataset."""
     args = parser().read(argv)
     source = args.source or args.name
-    stem = Path(args.name).stem.lower().replace("-", "_")
-    out = Path(args.out or f"data/{stem}{'_plain' * args.plain}.jsonl").expanduser()
+    out = Path(args.out or _default_file(args.name, plain=args.plain)).expanduser()
     if out.exists():
         raise UsageError(f"{out} exists. Remove it, or give another file with --out.")
-    options = {"limit": args.limit, "split": args.split, "instruction": args.instruction}
-    problems = evaluate.load_problems(source, **options, skip_unanswered=True, report=report)
+    problems = evaluate.load_problems(
+        source,
+        limit=args.limit,
+        split=args.split,
+        instruction=args.instruction,
+        skip_unanswered=True,
+        report=report,
+    )
     rows = []
     for problem in problems:
-        if args.plain and (problem.template or any(message["content"] is None for message in problem.messages)):
-            raise UsageError(f"--plain: {problem.id} has tools, which no text shows. Leave --plain out.")
-        plain = "\n\n".join(message["content"] or "" for message in problem.messages)
-        prompt = plain if args.plain else [*map(dict, problem.messages)]
+        prompt: object = _plain_text(problem) if args.plain else [dict(message) for message in problem.messages]
         rows.append({"input": prompt, "label": problem.answer, **problem.template})
     with writing(out):
         out.parent.mkdir(parents=True, exist_ok=True)
     write_text(out, json_lines(rows))
     report(f"{len(rows)} problems of {source}: {out}")
     return 0
+
+
+def _default_file(name: str, *, plain: bool) -> str:
+    """The file of a dataset for which ``--out`` names none."""
+    stem = Path(name).stem.lower().replace("-", "_")
+    if plain:
+        return f"data/{stem}_plain.jsonl"
+    return f"data/{stem}.jsonl"
+
+
+def _plain_text(problem: evaluate.Problem) -> str:
+    """The texts of a problem's messages, with blank lines between them."""
+    has_tools = problem.template or any(message["content"] is None for message in problem.messages)
+    if has_tools:
+        raise UsageError(f"--plain: {problem.id} has tools, which no text shows. Leave --plain out.")
+    return "\n\n".join(message["content"] or "" for message in problem.messages)
 
 
 def parser() -> CommandParser:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures how different and how valid a group's responses are under each strategy, before any training.
+"""Measures how different and how valid a group's responses are under each arm, before any training.
 
 SRC is a benchmark's name, a JSONL, JSON, CSV or parquet file, or a hub dataset,
 as in ngrpo eval.
@@ -48,16 +48,16 @@ def run(argv: list[str], *, report: Report) -> int:
     from ngrpo.config.input_checks import check_model
     from ngrpo.workbench.diagnose.diagnosis import REPORT, diagnose, differences, table
 
-    args, sampling, strategies = _read(argv)
+    args, sampling, arms = _read(argv)
     if args.model:
         packaged.check_available(args.model)  # before problems are loaded, which may come from the hub as well
     problems, dataset = problems_of(args, args.prompts, report)
-    for note in {note for strategy in strategies for note in strategy.notes}:
+    for note in {note for arm in arms for note in arm.notes}:
         warnings.filterwarnings("ignore", re.escape(note))  # said once, below the table
     path = packaged.resolve(packaged.check_name(args.model), report=report)
-    for strategy in strategies:
-        if strategy.spec is not None:
-            check_model(path, registry.create(**strategy.spec))
+    for arm in arms:
+        if arm.spec is not None:
+            check_model(path, registry.create(**arm.spec))
     if len(problems) < args.prompts:
         report(f"{dataset} has {len(problems)} prompts, fewer than the {args.prompts} of --prompts")
     out = folder_for(args.out, "diagnose")
@@ -65,11 +65,11 @@ def run(argv: list[str], *, report: Report) -> int:
         result = diagnose(
             args.model,
             problems,
-            strategies,
+            arms,
             out=out,
             sampling=sampling,
             dataset=dataset,
-            policies=[policy_of(strategy, args.at_step, args.of_steps) for strategy in strategies],
+            policies=[policy_of(arm, args.at_step, args.of_steps) for arm in arms],
             with_map=args.embedding_map,
             map_words=args.tokens,
             hardware=args.hardware,
@@ -98,16 +98,16 @@ def state(argv: Sequence[str], path: Path) -> Literal["finished", "unfinished", 
     """
     from ngrpo.workbench.diagnose.diagnosis import DiagnosisFolder, map_settings_of, settings_of
 
-    args, sampling, strategies = _read(argv)
+    args, sampling, arms = _read(argv)
     problems, dataset = problems_of(args, args.prompts, lambda line: None)
     settings = settings_of(args.model, dataset, problems, sampling, args.dtype)
-    drawn = {s.id: (s.spec, policy_of(s, args.at_step, args.of_steps).described()) for s in strategies}
-    map_settings = map_settings_of(strategies, args.tokens) if args.embedding_map else None
+    drawn = {arm.id: (arm.spec, policy_of(arm, args.at_step, args.of_steps).described()) for arm in arms}
+    map_settings = map_settings_of(arms, args.tokens) if args.embedding_map else None
     return DiagnosisFolder(path).state(settings, drawn, map_settings)
 
 
 def _read(argv: Sequence[str]) -> tuple[argparse.Namespace, GroupSampling, list[Arm]]:
-    """The options, how to sample, and the strategies, all checked."""
+    """The options, how to sample, and the arms, all checked."""
     from ngrpo.workbench.diagnose.group_sampling import GroupSampling
 
     args = parser().read(argv)
@@ -116,10 +116,10 @@ def _read(argv: Sequence[str]) -> tuple[argparse.Namespace, GroupSampling, list[
     args.dtype = args.dtype or profile_for(args.hardware).engine_options.get("dtype", "auto")
     sampling = GroupSampling(args.temperature, args.top_p, args.max_tokens, args.seed, args.group)
     perturbations = _DEFAULT if args.perturbations is None and not args.strategy else args.perturbations
-    strategies = parse_arms(perturbations, args.sweep, args.strategy, rollouts=True)
-    for strategy in strategies:
-        policy_of(strategy, args.at_step, args.of_steps).check_temperature(args.temperature)
-    return args, sampling, without_repeats(strategies, args.at_step, args.of_steps)
+    arms = parse_arms(perturbations, args.sweep, args.strategy, rollouts=True)
+    for arm in arms:
+        policy_of(arm, args.at_step, args.of_steps).check_temperature(args.temperature)
+    return args, sampling, without_repeats(arms, args.at_step, args.of_steps)
 
 
 def parser() -> CommandParser:
@@ -129,10 +129,10 @@ def parser() -> CommandParser:
     add = made.add_argument
     add("--perturbations", metavar="A,B:option=value", help=f"perturbations, with commas [{_DEFAULT}]")
     add("--sweep", action="append", default=[], metavar="perturbation.OPTION=V,V",
-        help="one strategy per value, for each of --perturbations that has the option; may be repeated",
+        help="one arm per value, for each of --perturbations that has the option; may be repeated",
     )  # fmt: skip
     add("--strategy", action="append", default=[], metavar="'NAME OPTION=V'",
-        help="one more strategy, taken literally; may be repeated; one that is there already has no second row",
+        help="one more arm, taken literally; may be repeated; one that is there already has no second row",
     )  # fmt: skip
     add("--prompts", type=int, default=32, help="only the first N problems [32]")
     add("--group", type=int, default=8, help="responses per prompt [8]")

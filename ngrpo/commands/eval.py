@@ -51,90 +51,110 @@ def run(argv: list[str], *, report: Report) -> int:
     """Evaluates, or scores again."""
     from ngrpo.workbench.evaluate import evaluation
 
-    args, asked, engine_options = _read(argv)
-    for note in asked.notes:
+    args, run_config, engine_options = _read(argv)
+    for note in run_config.notes:
         report(f"warning: {note}")
     if args.rescore is not None:
         folder = Path(args.rescore).expanduser()
-        for flag in Flags(argv).without("--rescore", "--scorer", "--k"):
-            what = "has no effect on --rescore, which scores the samples that are there"
-            raise UsageError(f"{' '.join(flag.argv)} {what}. Leave it out, or evaluate into another folder.")
-        result = evaluate.rescore(folder, scorer=args.scorer, k=args.k, report=report)
+        result = _rescore(argv, args, folder, report)
         if result is None:
             return 1
     else:
         folder = folder_for(args.out, "eval")
         with telling_what_is_kept("eval", argv, folder, report):
-            from ngrpo.config.input_checks import check_model
-
-            sampling, policy = _drawing(args, asked, report)
-            for note in policy.notes:
-                report(f"warning: {note}")
-            packaged.check_available(args.model)  # before problems are loaded, which may come from the hub as well
-            problems, dataset = problems_of(args, args.limit, report)
-            if args.adapter is None:
-                model = packaged.resolve(args.model, report=report)
-            else:
-                model = packaged.merged_adapter(args.adapter, args.model, report=report)
-            check_model(model, asked.perturbation)
-            result = evaluate.evaluate(
-                model,
-                problems,
-                out=folder,
-                n=args.n,
-                k=args.k,
-                sampling=sampling,
-                perturbation=asked.spec,
-                policy=policy,
-                dataset=dataset,
-                hardware=asked.hardware,
-                engine_options=engine_options,
-                report=report,
-            )
+            result = _evaluate(args, run_config, engine_options, folder, report)
     print(evaluation.table(result, folder), flush=True)
     return 0
 
 
+def _rescore(argv: Sequence[str], args: argparse.Namespace, folder: Path, report: Report) -> dict[str, Any] | None:
+    """Scores the samples of a folder again; None where they cannot be scored."""
+    for flag in Flags(argv).without("--rescore", "--scorer", "--k"):
+        raise UsageError(
+            f"{' '.join(flag.argv)} has no effect on --rescore, which scores the samples that are there. Leave it out,"
+            " or evaluate into another folder."
+        )
+    return evaluate.rescore(folder, scorer=args.scorer, k=args.k, report=report)
+
+
+def _evaluate(
+    args: argparse.Namespace,
+    run_config: RunConfig,
+    engine_options: dict[str, Any],
+    folder: Path,
+    report: Report,
+) -> dict[str, Any]:
+    """Samples responses into a folder, scores them, and returns the result."""
+    from ngrpo.config.input_checks import check_model
+
+    sampling, policy = _sampling_and_policy(args, run_config, report)
+    for note in policy.notes:
+        report(f"warning: {note}")
+    packaged.check_available(args.model)  # before problems are loaded, which may come from the hub as well
+    problems, dataset = problems_of(args, args.limit, report)
+    if args.adapter is None:
+        model = packaged.resolve(args.model, report=report)
+    else:
+        model = packaged.merged_adapter(args.adapter, args.model, report=report)
+    check_model(model, run_config.perturbation)
+    return evaluate.evaluate(
+        model,
+        problems,
+        out=folder,
+        n=args.n,
+        k=args.k,
+        sampling=sampling,
+        perturbation=run_config.spec,
+        policy=policy,
+        dataset=dataset,
+        hardware=run_config.hardware,
+        engine_options=engine_options,
+        report=report,
+    )
+
+
 def check(argv: Sequence[str], report: Report = lambda line: None) -> None:
     """Reads words and problems as :func:`run` would; raises ``UsageError`` for bad input."""
-    args, asked, _ = _read(argv)
-    _drawing(args, asked, report)
+    args, run_config, _ = _read(argv)
+    _sampling_and_policy(args, run_config, report)
     problems_of(args, args.limit, lambda line: None)
 
 
 def _read(argv: Sequence[str]) -> tuple[argparse.Namespace, RunConfig, dict[str, Any]]:
-    """Our own options, the perturbation's, and the engine's."""
-    asked = parse.run_config(argv)
-    rest, engine_options = _engine_options(asked.openrlhf)
+    """This command's own options, the run's, and the engine's."""
+    run_config = parse.run_config(argv)
+    rest, engine_options = _engine_options(run_config.openrlhf)
     kinds = (kind for kind in KINDS.values() if kind.name != "perturbation" and not kind.in_rollouts)
     refused = {
-        **{kind.flag: (asked.specs.get(kind.name), "Leave it out.") for kind in kinds},
-        "--run-dir": (asked.run_dir, "Give --out."),
-        "--log-file": (asked.log_file, "Redirect the output: 2> FILE."),
-        "--preset": (asked.preset, "Leave it out."),
-        "--report.groups": (asked.report_groups, "Leave it out."),
-        "--replay.routing": (asked.replay_routing, "Leave it out."),
-        "--eval.at_start": (asked.eval_at_start, "Leave it out."),
-        "--sampling.*": (asked.sampling.given(), "Evaluation has --temperature and --top-p."),
+        **{kind.flag: (run_config.specs.get(kind.name), "Leave it out.") for kind in kinds},
+        "--run-dir": (run_config.run_dir, "Give --out."),
+        "--log-file": (run_config.log_file, "Redirect the output: 2> FILE."),
+        "--preset": (run_config.preset, "Leave it out."),
+        "--report.groups": (run_config.report_groups, "Leave it out."),
+        "--replay.routing": (run_config.replay_routing, "Leave it out."),
+        "--eval.at_start": (run_config.eval_at_start, "Leave it out."),
+        "--sampling.*": (run_config.sampling.given(), "Evaluation has --temperature and --top-p."),
     }
     for flag, (value, fix) in refused.items():
         if value:
             raise UsageError(f"{flag} belongs to ngrpo train. {fix}")
-    profile_for(asked.hardware)
+    profile_for(run_config.hardware)
     args = parser().read(rest)
-    args.task, args.chat_template_kwargs = asked.task, asked.chat_template_kwargs
-    return args, asked, engine_options
+    args.task, args.chat_template_kwargs = run_config.task, run_config.chat_template_kwargs
+    return args, run_config, engine_options
 
 
-def _drawing(args: argparse.Namespace, asked: RunConfig, report: Report) -> tuple[evaluate.Sampling, RolloutPolicy]:
-    """The checked settings of the draws, with the model's name."""
+def _sampling_and_policy(
+    args: argparse.Namespace, run_config: RunConfig, report: Report
+) -> tuple[evaluate.Sampling, RolloutPolicy]:
+    """The settings of sampling and the policy that samples, after a check of both and of the model's name."""
     from ngrpo.workbench.evaluate import engine, evaluation
 
     packaged.check_name(args.model)
     evaluation.checked_ks(args.k, args.n)
-    policy = engine.RolloutPolicy.of(asked, args.at_step, args.of_steps)
+    policy = engine.RolloutPolicy.of(run_config, args.at_step, args.of_steps)
     policy.check_temperature(args.temperature)
-    if args.temperature == 0 and args.n > 1 and asked.spec is None and policy.run.sampling_schedule is None:
+    if args.temperature == 0 and args.n > 1 and run_config.spec is None and policy.run.sampling_schedule is None:
         report(f"warning: at temperature 0 the {args.n} samples of a problem are one response; --n 1 is enough")
     return evaluate.Sampling(args.temperature, args.top_p, args.max_tokens, args.seed), policy
 

@@ -38,10 +38,11 @@ def run(argv: Sequence[str], *, report: Report) -> int:
     if len(argv) != 1 or argv[0].startswith("-"):
         print(usage("model", argv), end="")
         return 2
-    if argv[0] not in packaged.PACKAGED:
-        hint = nearest(argv[0], packaged.PACKAGED)
-        raise UsageError(f"unknown packaged model {argv[0]!r}.{hint} Available: {', '.join(packaged.PACKAGED)}.")
-    print(packaged.resolve(argv[0], report=report))
+    name = argv[0]
+    if name not in packaged.PACKAGED:
+        hint = nearest(name, packaged.PACKAGED)
+        raise UsageError(f"unknown packaged model {name!r}.{hint} Available: {', '.join(packaged.PACKAGED)}.")
+    print(packaged.resolve(name, report=report))
     return 0
 
 

@@ -141,7 +141,7 @@ def parse_arms(
     arms = _with_swept_options([reader.read(name, flag="--perturbations") for name in names], swept_options)
     arms += [reader.read(line, flag="--strategy") for line in lines]
     if not arms:
-        raise UsageError("no strategy is given: name some with --perturbations none,neighbor (see: ngrpo list).")
+        raise UsageError("no arm is given: name some with --perturbations none,neighbor (see: ngrpo list).")
     if bases:
         swept_flags.setdefault("base", list(bases))
     for key, values in swept_flags.items():
@@ -158,7 +158,7 @@ def _checked(arms: Sequence[Arm]) -> list[Arm]:
         spec = perturbation.spec() if perturbation.active else None
         same = [other.id for other in checked if (other.spec, other.training) == (spec, arm.training)]
         if same:
-            notes = (*notes, f"the same strategy as {same[0]!r}, run and counted twice")
+            notes = (*notes, f"the same arm as {same[0]!r}, run and counted twice")
         counts[arm.text] += 1
         count = counts[arm.text]
         label = arm.text if count == 1 else f"{arm.text} ({count})"

@@ -105,7 +105,7 @@ def gap_notes(complete: CompleteRun) -> Iterator[str]:
     strict = ", and --perturbation.strict does nothing" if run.strict else ""
     yield (
         f"--sampling.schedule {run.sampling_schedule.name}: rollouts are drawn at other temperatures than the"
-        f" trainer's, so their gap is logged and not judged{strict}."
+        f" trainer's, so their mismatch is logged and not judged{strict}."
     )
 
 

@@ -80,8 +80,8 @@ MUTATIONS = {
     ("ngrpo/machine/hardware/gpu_plan.py", _MEMORY): [
         ("states = 12 * split", "states = 8 * split", "memory: no master copy"),
         (
-            "2 * split if stage < 3 and _accumulates(args)",
-            "2 * split if _accumulates(args)",
+            "if stage < 3 and _accumulates(args):",
+            "if _accumulates(args):",
             "memory: ZeRO-3 keeps sums",
         ),
         (
@@ -95,7 +95,11 @@ MUTATIONS = {
         ("(share * gpu, _ASLEEP, _ASLEEP, _ASLEEP)", "(share * gpu,) * 4", "memory: an engine that sleeps keeps all"),
     ],
     ("ngrpo/machine/hardware/gpu_plan.py", _PLANS): [
-        ("range(ceil(100 * given) - 1, 0, -1)", "range(1, ceil(100 * given))", "memory: the smallest share that fits"),
+        (
+            "range(ceil(100 * args[name]) - 1, 0, -1)",
+            "range(1, ceil(100 * args[name]))",
+            "memory: the smallest share that fits",
+        ),
         ("and share > _MOST_AWAKE:", "and share >= 1.0:", "an engine that does not sleep takes all"),
     ],
     ("ngrpo/machine/hardware/host_plan.py", _HOST): [

@@ -102,14 +102,14 @@ def test_by_mouse_and_keyboard(browser: Chromium, page: str) -> None:
     focus(browser, "#groups .tokens:has(.tok)")
     browser.press("Tab")
     first = check_tip(browser)
-    assert all(part in first for part in ("was fed as", "0.750", "gap "))
+    assert all(part in first for part in ("was fed as", "0.750", "mismatch "))
     browser.press("ArrowRight")
     assert check_tip(browser) != first
     assert browser.evaluate("document.activeElement.getAttribute('aria-describedby')") == "tip"
     browser.press("Escape")
     assert browser.evaluate(TIP) is None
     browser.move(*at(browser, "#groups .step[open] .tokens i"))
-    assert browser.evaluate(TIP).startswith("gap ") and browser.evaluate(TIP_FITS)
+    assert browser.evaluate(TIP).startswith("mismatch ") and browser.evaluate(TIP_FITS)
     assert browser.complaints() == []
 
 

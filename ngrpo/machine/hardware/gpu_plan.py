@@ -78,10 +78,10 @@ def parts_of(group: Group, args: Args, gpu: float) -> list[Part]:
             parts.append(scored(size, args))
     if not parts:
         return []
-    free, reason = _FREE_HYBRID if placement.is_hybrid(args) else _FREE, "CUDA contexts, NCCL, fragmentation"
     if group.models == (placement.ENGINES,):
-        free, reason = _FREE_ENGINE, "CUDA context"
-    return [*parts, Part("kept free", reason, (free,) * 4)]
+        return [*parts, Part("kept free", "CUDA context", (_FREE_ENGINE,) * 4)]
+    free = _FREE_HYBRID if placement.is_hybrid(args) else _FREE
+    return [*parts, Part("kept free", "CUDA contexts, NCCL, fragmentation", (free,) * 4)]
 
 
 def fits(args: Args, gpu: float) -> bool:
@@ -89,7 +89,8 @@ def fits(args: Args, gpu: float) -> bool:
 
     True where it is not estimated: for models of unknown size.
     """
-    groups, names = placement.groups(args), models(args)
+    groups = placement.groups(args)
+    names = models(args)
     actor = architecture.size_of(names[placement.ACTOR])
     others = {names[model] for group in groups for model in group.models} - {names[placement.ACTOR]}
     if actor is None or not all(map(architecture.size_of, others)):
@@ -101,33 +102,59 @@ def fits(args: Args, gpu: float) -> bool:
 
 def trained(role: str, size: architecture.ModelSize, args: Args, world: int) -> list[Part]:
     """A model on ``world`` GPUs that is trained: the actor or the critic."""
-    stage, tensor, asleep = args["ds.zero_stage"], args["ds.tensor_parallel_size"], args["ds.enable_sleep"]
+    stage = args["ds.zero_stage"]
+    tensor = args["ds.tensor_parallel_size"]
+    asleep = args["ds.enable_sleep"]
+    has_lora = args["ds.lora.rank"] > 0
     sharing = max(world // tensor, 1) if stage else 1  # fewer ranks than that are refused later
-    weights = weight_bytes(size, args) / tensor / (sharing if stage == 3 else 1)
-    of_held = ("P/D" if stage == 3 else "P") if tensor == 1 else ("P/DT" if stage == 3 else "P/T")
-    of_weights = _FOUR_BIT if args["ds.load_in_4bit"] else f"2{of_held}"
+
     # With LoRA the adapters alone have gradients and optimizer states.
-    letter = "A" if args["ds.lora.rank"] else "P"
+    letter = "A" if has_lora else "P"
     whole = trained_parameters(size, args) / tensor
-    of_whole, of_split = (letter, f"{letter}/D") if tensor == 1 else (f"{letter}/T", f"{letter}/DT")
     split = whole / sharing
-    if args["ds.lora.rank"]:
+    of_whole = letter if tensor == 1 else f"{letter}/T"
+    of_split = f"{letter}/D" if tensor == 1 else f"{letter}/DT"
+
+    # ZeRO-3 shards the weights themselves.
+    weights = weight_bytes(size, args) / tensor
+    of_weights = "2P" if tensor == 1 else "2P/T"
+    if stage == 3:
+        weights /= sharing
+        of_weights = "2P/D" if tensor == 1 else "2P/DT"
+    if args["ds.load_in_4bit"]:
+        of_weights = _FOUR_BIT
+    if has_lora:
         weights += 2 * whole
         of_weights += " + 2A"
-    gradients, of_gradients = (split, of_split) if stage >= 2 else (whole, of_whole)
+
+    # ZeRO-2 and ZeRO-3 shard the gradients.
+    gradients = whole
+    of_gradients = of_whole
+    if stage >= 2:
+        gradients = split
+        of_gradients = of_split
+
     # What the backward pass needs of the forward pass, for the longest samples. Logits come first and are gone before
     # the layers' gradients are made.
-    tokens, layer = _tokens("train", args), size.saved_bytes_per_token
+    tokens = _tokens("train", args)
+    layer = size.saved_bytes_per_token
     of_logits = 0 if role == placement.CRITIC else _LOGIT_WITH_GRADIENT * size.vocabulary
     if args["actor.gradient_checkpointing_enable"]:
-        saved, of_saved, recomputed = size.layers * 2 * size.hidden, f"{size.layers} × 2h", layer
+        saved = size.layers * 2 * size.hidden
+        of_saved = f"{size.layers} × 2h"
+        recomputed = layer
     else:
-        saved, of_saved, recomputed = size.layers * layer, f"{size.layers} × {layer}", 0
+        saved = size.layers * layer
+        of_saved = f"{size.layers} × {layer}"
+        recomputed = 0
     new_gradients = 0 if args["ds.adam_offload"] else 2 * gradients
     if tokens * of_logits > tokens * recomputed + new_gradients:
-        new_gradients, largest, of_largest = 0, of_logits, f" + {_LOGIT_WITH_GRADIENT}V"
+        new_gradients = 0
+        largest = of_logits
+        of_largest = f" + {_LOGIT_WITH_GRADIENT}V"
     else:
-        largest, of_largest = recomputed, f" + {recomputed}" * (recomputed > 0)
+        largest = recomputed
+        of_largest = f" + {recomputed}" if recomputed else ""
     activations = (0, 0, tokens * (saved + largest), 0)
     kept = _BUCKET if stage == 3 else 0  # ZeRO-3 makes its buffer once
     parts = [
@@ -139,12 +166,18 @@ def trained(role: str, size: architecture.ModelSize, args: Args, world: int) -> 
         note = f"states 12{of_split}, float32 gradients 4{of_split} and bfloat16 copies 2{of_split} on the host"
         return [*parts, Part(f"{role}: optimizer, offloaded", note, (0,) * 4, host=18 * split)]
     # Of a further micro-batch, ZeRO-1 and 2 have the sum and the new gradients before they add them.
-    sums = 2 * split if stage < 3 and _accumulates(args) else 0
-    of_sums = f"2{of_gradients}" + f" + 2{of_split} of earlier micro-batches" * (sums > 0)
+    sums = 0.0
+    of_sums = f"2{of_gradients}"
+    if stage < 3 and _accumulates(args):
+        sums = 2 * split
+        of_sums += f" + 2{of_split} of earlier micro-batches"
     # OpenRLHF loads the states for its training alone and takes them off again after it.
     states = 12 * split
-    note = f"12{of_split}" + (", on the host meanwhile" if asleep else "")
-    at_rest = 0 if asleep else states
+    note = f"12{of_split}"
+    at_rest = states
+    if asleep:
+        note += ", on the host meanwhile"
+        at_rest = 0
     return [
         *parts,
         Part(f"{role}: gradients", of_sums, (0, 0, new_gradients + sums, 2 * gradients)),
@@ -176,10 +209,15 @@ def scored(size: architecture.ModelSize, args: Args) -> Part:
 
 def frozen(role: str, size: architecture.ModelSize, args: Args, world: int, *, offloaded: bool = False) -> Part:
     """The reference or the reward model; DeepSpeed offloads it under ZeRO-3 only."""
-    tensor, stage3 = args["ds.tensor_parallel_size"], args["ds.zero_stage"] == 3
+    tensor = args["ds.tensor_parallel_size"]
+    stage3 = args["ds.zero_stage"] == 3
     held = weight_bytes(size, args) / (world if stage3 else tensor)
-    shared = "D" * stage3 + "T" * (tensor > 1)
-    formula = f"2P/{shared}" if shared else "2P"
+    divisor = ""
+    if stage3:
+        divisor += "D"
+    if tensor > 1:
+        divisor += "T"
+    formula = f"2P/{divisor}" if divisor else "2P"
     if args["ds.load_in_4bit"]:
         formula = _FOUR_BIT
     if stage3 and offloaded:
@@ -189,7 +227,8 @@ def frozen(role: str, size: architecture.ModelSize, args: Args, world: int, *, o
 
 def engine(size: architecture.ModelSize, args: Args, gpu: float) -> Part:
     """A vLLM engine's fraction of a GPU: weights, KV cache and graphs."""
-    share, weights = args["vllm.gpu_memory_utilization"], 2 * size.parameters / args["vllm.tensor_parallel_size"]
+    share = args["vllm.gpu_memory_utilization"]
+    weights = 2 * size.parameters / args["vllm.tensor_parallel_size"]
     formula = f"{share:g} of the GPU, of which weights {weights / GIB:.1f} GiB"
     if args["vllm.enable_sleep"]:
         asleep = (share * gpu, _ASLEEP, _ASLEEP, _ASLEEP)
@@ -229,7 +268,8 @@ def default_flags(flags: Flags, machine: Machine, *, whole: bool = False) -> dic
     With ``whole`` every rank holds whole parameters, which excludes ZeRO-3. Raises ``UsageError`` for half a placement.
     """
     nodes, ranks, engines, tensor = (int(flags.value(name) or 0) for name in (_NODES, _ACTOR, _ENGINES, _TENSOR))
-    given, largest = flags.has(_ALL), max(machine.per_node, default=1)
+    given = flags.has(_ALL)
+    largest = max(machine.per_node, default=1)
     apart = [name for name in _APART if flags.has(name)]
     if ranks and engines and not given:
         apart.append(_ENGINES)
@@ -272,9 +312,13 @@ def default_flags(flags: Flags, machine: Machine, *, whole: bool = False) -> dic
 def _ranks(flags: Flags, nodes: int, per_node: int) -> dict[str, Default]:
     """The actor's number of ranks for each of the run's models."""
     roles = ["actor", "ref"]
-    roles += ["critic"] * (flags.or_default("--algo.advantage.estimator") == "gae")
-    roles += ["reward"] * (not flags.has("--reward.remote_url", "--train.agent_func_path"))
-    sizes = {"num_gpus_per_node": str(per_node)} | ({"num_nodes": str(nodes)} if nodes > 1 else {})
+    if flags.or_default("--algo.advantage.estimator") == "gae":
+        roles.append("critic")
+    if not flags.has("--reward.remote_url", "--train.agent_func_path"):
+        roles.append("reward")
+    sizes = {"num_gpus_per_node": str(per_node)}
+    if nodes > 1:
+        sizes["num_nodes"] = str(nodes)
     return {f"--{role}.{name}": size for role in roles for name, size in sizes.items()}
 
 
@@ -298,9 +342,12 @@ def notes(args: Args, machine: Machine | None) -> list[str]:
 
 def _fitting_share(args: Args, gpu: float) -> float | None:
     """The largest smaller share of a GPU for engines with which a placement fits, in hundredths; None without any."""
-    given = args[_SHARE.removeprefix("--")]
-    shares = (hundredths / 100 for hundredths in range(ceil(100 * given) - 1, 0, -1))
-    return next((share for share in shares if fits({**args, _SHARE.removeprefix("--"): share}, gpu)), None)
+    name = _SHARE.removeprefix("--")
+    for hundredths in range(ceil(100 * args[name]) - 1, 0, -1):
+        share = hundredths / 100
+        if fits({**args, name: share}, gpu):
+            return share
+    return None
 
 
 def _unknown_size(name: str) -> str:
@@ -316,10 +363,12 @@ def _unknown_size(name: str) -> str:
 
 def check(args: Args) -> None:
     """Raises ``UsageError`` for a placement that OpenRLHF would refuse, or fail over, once processes have started."""
-    engines, tensor = args["vllm.num_engines"], args["vllm.tensor_parallel_size"]
+    engines = args["vllm.num_engines"]
+    tensor = args["vllm.tensor_parallel_size"]
     if not engines:
         raise UsageError(f"{_ENGINES} is missing: responses need an engine. Fix: {_ENGINES} 1 or more.")
-    name, ranks = args["actor.model_name_or_path"], placement.world_size(args, "actor")
+    name = args["actor.model_name_or_path"]
+    ranks = placement.world_size(args, "actor")
     size = architecture.size_of(name)
     if size is not None and size.heads % tensor:
         raise UsageError(f"{_TENSOR} {tensor} must divide the {size.heads} attention heads of {name}.")
@@ -331,7 +380,8 @@ def check(args: Args) -> None:
             f"{_ENGINES} {engines} × {_TENSOR} {tensor} is {engines * tensor} GPUs, and the actor has {ranks}: with"
             f" {_ALL} they share the same GPUs. Fix: {_ENGINES} {max(ranks // tensor, 1)}, or leave both out."
         )
-    everything, pair = args["train.colocate_all"], args["train.colocate_critic_reward"]
+    everything = args["train.colocate_all"]
+    pair = args["train.colocate_critic_reward"]
     held = [model for group in placement.groups(args) for model in group.models]
     for shared, one, other, model in (
         (everything or args["train.colocate_actor_ref"], "actor", "ref", placement.REFERENCE),
@@ -339,13 +389,14 @@ def check(args: Args) -> None:
         (everything and not pair, "actor", "critic", placement.CRITIC),
         (everything and not pair, "actor", "reward", placement.REWARD),
     ):
-        (nodes, gpus), (others, other_gpus) = (
-            (args[f"{role}.num_nodes"], args[f"{role}.num_gpus_per_node"]) for role in (one, other)
-        )
-        if shared and model in held and (nodes, gpus) != (others, other_gpus):
+        nodes = args[f"{one}.num_nodes"]
+        gpus = args[f"{one}.num_gpus_per_node"]
+        other_nodes = args[f"{other}.num_nodes"]
+        other_gpus = args[f"{other}.num_gpus_per_node"]
+        if shared and model in held and (nodes, gpus) != (other_nodes, other_gpus):
             raise UsageError(
-                f"--{other}.num_nodes {others} and --{other}.num_gpus_per_node {other_gpus} must be those of --{one}"
-                f" ({nodes} and {gpus}), since the two models share GPUs."
+                f"--{other}.num_nodes {other_nodes} and --{other}.num_gpus_per_node {other_gpus} must be those of"
+                f" --{one} ({nodes} and {gpus}), since the two models share GPUs."
             )
 
 

@@ -382,7 +382,7 @@ def _add_measurement(support: Support) -> None:
     elif verdict != "unknown":
         support.notes.append(f"a tiny model of this type: {sentence}")
     elif not support.refused:
-        support.unknown.append(f"the gap of this type: {sentence}")
+        support.unknown.append(f"the mismatch of this type: {sentence}")
 
 
 def _compare_keys(support: Support, config: Mapping[str, Any], longest: int | None) -> None:

@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 
 # --- settings ---------------------------------------------------------------------------------------
 
-_PROMPTS, _RESPONSES, _RUN_STEPS = 8, 8, 150
+_PROMPTS = 8
+_RESPONSES = 8
+_RUN_STEPS = 150
 _BATCH = str(_PROMPTS * _RESPONSES)
 
 # At this learning rate GRPO settles on the shortcut, and learns the task without it (docs/studies/study2.md).
@@ -102,7 +104,8 @@ def tokenizer() -> PreTrainedTokenizerFast:
 DIGITS = 6
 _FILLED = 3
 # Of the demonstrations: the fraction that counts, and the fraction of these that is right.
-COUNTED, SKILL = 0.2, 0.1
+COUNTED = 0.2
+SKILL = 0.1
 
 
 def digit_problem(chance: random.Random, easy: bool) -> list[int]:
@@ -196,10 +199,15 @@ STEPS = 1600
 _ROWS = {"sum": 80, "ponder": 80, "signs": 24, "pick": 12, "path": 4}
 # Until this fraction of the steps both ways of the digit sums, and right and wrong ends of counting, are equally
 # frequent, so that the model learns them all; then counting is as rare as it should be, and its right end rarer.
-_EQUAL_UNTIL, _RARER = 0.7, 0.3
+_EQUAL_UNTIL = 0.7
+_RARER = 0.3
 # In a last stage right ends become as rare as they should be: its steps for STEPS, its seed, and responses of one step.
-_LAST_STEPS, _LAST_SEED = 150, 7
+_LAST_STEPS = 150
+_LAST_SEED = 7
 _LAST_ROWS = {"sum": 80, "ponder": 80, "signs": 8, "pick": 8, "path": 1}
+
+# Tokens of a prompt above which the loss counts it as long: those of the star are, the others are not.
+_LONG_PROMPT = 24
 
 
 def rows(
@@ -241,20 +249,35 @@ def make(folder: Path, *, steps: int = STEPS, seed: int = 0, report: Callable[[s
     import torch
     from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
-    special = {"bos_token_id": IDS[USER], "eos_token_id": IDS[END], "pad_token_id": IDS[END]}
-    sizes: dict[str, Any] = {"vocab_size": len(TOKENS), "max_position_embeddings": LONGEST, "num_hidden_layers": 2}
-    width: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 160, "initializer_range": 0.1}
-    heads: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32}
+    special_tokens: dict[str, Any] = {
+        "bos_token_id": IDS[USER],
+        "eos_token_id": IDS[END],
+        "pad_token_id": IDS[END],
+    }
+    config = Qwen3Config(
+        vocab_size=len(TOKENS),
+        max_position_embeddings=LONGEST,
+        num_hidden_layers=2,
+        hidden_size=64,
+        intermediate_size=160,
+        initializer_range=0.1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=32,
+        **special_tokens,
+    )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = Qwen3ForCausalLM(Qwen3Config(**sizes, **width, **heads, **special)).float()
+        model = Qwen3ForCausalLM(config).float()
 
-    def train(steps: int, highest: float, warm_up: int, batch: Callable[[float], list[tuple[str, str]]]) -> None:
+    def train(steps: int, *, highest: float, warm_up: int, batch: Callable[[float], list[tuple[str, str]]]) -> None:
         optimizer = torch.optim.AdamW(model.parameters(), lr=highest, betas=(0.9, 0.98), weight_decay=0.01)
         for step in range(steps):
             done = step / steps
+            # A linear warm-up, then a constant rate, then a linear decay over the second half.
+            rate = highest * min(1.0, (step + 1) / warm_up, 2 * (1 - done) + 0.02)
             for group in optimizer.param_groups:
-                group["lr"] = highest * min(1.0, (step + 1) / warm_up, 2 * (1 - done) + 0.02)
+                group["lr"] = rate
             loss = _loss(model, batch(done))
             optimizer.zero_grad()
             loss.backward()
@@ -263,15 +286,25 @@ def make(folder: Path, *, steps: int = STEPS, seed: int = 0, report: Callable[[s
             if (step + 1) % 200 == 0:
                 report(f"sandbox: step {step + 1} of {steps}, loss {loss.item():.3f}")
 
-    first, last = random.Random(seed), random.Random(seed + _LAST_SEED)
+    main_chance = random.Random(seed)
+    last_chance = random.Random(seed + _LAST_SEED)
+
+    def main_batch(done: float) -> list[tuple[str, str]]:
+        if done < _EQUAL_UNTIL:
+            return rows(main_chance, counted=0.5, skill=0.5)
+        return rows(main_chance, counted=COUNTED, skill=_RARER)
+
+    def last_batch(done: float) -> list[tuple[str, str]]:
+        return rows(last_chance, counted=COUNTED, skill=SKILL, sizes=_LAST_ROWS)
+
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        train(steps, 3e-3, 50, lambda done: rows(first, *((0.5, 0.5) if done < _EQUAL_UNTIL else (COUNTED, _RARER))))
-        train(steps * _LAST_STEPS // STEPS, 1.5e-3, 20, lambda done: rows(last, COUNTED, SKILL, _LAST_ROWS))
+        train(steps, highest=3e-3, warm_up=50, batch=main_batch)
+        train(steps * _LAST_STEPS // STEPS, highest=1.5e-3, warm_up=20, batch=last_batch)
     finally:
         torch.set_num_threads(threads)
-    model.generation_config = GenerationConfig(**special)
+    model.generation_config = GenerationConfig(**special_tokens)
     model.save_pretrained(folder)
     tokenizer().save_pretrained(folder)
 
@@ -285,9 +318,11 @@ def _loss(model: torch.nn.Module, pairs: list[tuple[str, str]]) -> torch.Tensor:
     for question, response in pairs:
         prompt = [IDS[USER], *(IDS[word] for word in question.split()), IDS[ASSISTANT]]
         texts.append((prompt, [IDS[word] for word in response.split()] + [IDS[END]]))
-    parts, count = [], 0
-    for long in (False, True):
-        batch = [(prompt, response) for prompt, response in texts if (len(prompt) > 24) == long]
+    sums = []
+    count = 0
+    short_texts = [(prompt, response) for prompt, response in texts if len(prompt) <= _LONG_PROMPT]
+    long_texts = [(prompt, response) for prompt, response in texts if len(prompt) > _LONG_PROMPT]
+    for batch in (short_texts, long_texts):
         if not batch:
             continue
         ids = [torch.tensor(prompt + response) for prompt, response in batch]
@@ -295,6 +330,6 @@ def _loss(model: torch.nn.Module, pairs: list[tuple[str, str]]) -> torch.Tensor:
         inputs = pad_sequence(ids, batch_first=True, padding_value=IDS[END])
         targets = pad_sequence(labels, batch_first=True, padding_value=-100)
         logits = model(input_ids=inputs[:, :-1], use_cache=False).logits
-        parts.append(torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets[:, 1:].flatten(), reduction="sum"))
+        sums.append(torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets[:, 1:].flatten(), reduction="sum"))
         count += int((targets != -100).sum())
-    return sum(parts, torch.zeros(())) / count
+    return sum(sums, torch.zeros(())) / count

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training–inference mismatch: the gap |log π_trainer − log π_rollout| of a step's tokens, and importance weights.
+"""Training–inference mismatch: |log π_trainer − log π_rollout| of a step's tokens, and importance weights.
 
-The gap after perturbed inputs is judged by the gap at plain positions, and each of them by the gap of unperturbed
+The mismatch after perturbed inputs is judged by that at plain positions, and each of them by that of unperturbed
 responses (the run's control). So a broken replay is seen on the first step.
 """
 
@@ -248,11 +248,11 @@ class GapScale:
             self._check_unperturbed(unperturbed, strict)
         violations = []
         for place, description in _PLACES.items():
-            gap = measures.get(f"perturbation/gap_{place}_mean", 0.0)
+            mismatch = measures.get(f"perturbation/gap_{place}_mean", 0.0)
             times = min(limit, Limits.PLAIN_TIMES) if place == "plain" else limit
             allowed = times * scale
-            if gap > allowed:
-                violations.append(f"{description} by {gap:.2g} (at most {allowed:.2g})")
+            if mismatch > allowed:
+                violations.append(f"{description} by {mismatch:.2g} (at most {allowed:.2g})")
         if violations:
             _report(
                 f"log-probabilities of rollout and trainer differ {', '.join(violations)} on average; where nothing is"
@@ -282,11 +282,11 @@ class GapScale:
 
 
 def check_gap(measures: Mapping[str, float], limit: float, *, strict: bool) -> None:
-    """Compares a step's mean gap after perturbed inputs with ``limit`` times the expected one.
+    """Compares a step's mean mismatch after perturbed inputs with ``limit`` times the expected one.
 
-    A wrong replay widens the gap at plain positions too, because they see wrong inputs before them. Therefore
+    A wrong replay widens the mismatch at plain positions too, because they see wrong inputs before them. Therefore
     ``expected = min(plain, max(before, 2**-5))``; without other plain tokens, ``expected = max(before, 2**-5)``.
-    A plain gap below 1e-5 counts as 1e-5. A warning is printed once per process.
+    A plain mismatch below 1e-5 counts as 1e-5. A warning is printed once per process.
 
     Args:
         measures: of :func:`step_metrics`.
@@ -294,7 +294,7 @@ def check_gap(measures: Mapping[str, float], limit: float, *, strict: bool) -> N
         strict: ``--perturbation.strict``.
 
     Raises:
-        ReplayGap: the gap is larger, and ``strict`` is set.
+        ReplayGap: the mismatch is larger, and ``strict`` is set.
     """
     perturbed = measures.get("perturbation/gap_perturbed_mean")
     plain = measures.get("perturbation/gap_plain_mean")

@@ -190,7 +190,7 @@ def log_probs_by_position(experience: Experience, log_probs: Tensor) -> list[np.
 
 
 def gap_scale(maker: Any) -> mismatch.GapScale:
-    """The run's scale of gaps; a resumed run measures its own."""
+    """The run's scale of mismatches; a resumed run measures its own."""
     if maker.gap_scale is None:
         args = maker.strategy.args
         rollout = args.rollout
@@ -234,7 +234,7 @@ def control_gap(maker: Any, trajectories: Sequence[FinishedTrajectory | None]) -
 
 
 def judge(maker: Any, measures: Mapping[str, float]) -> None:
-    """Warns of gaps that are too large; raises ``ReplayGap`` in a strict run.
+    """Warns of mismatches that are too large; raises ``ReplayGap`` in a strict run.
 
     Not under a sampling schedule: its rollouts are drawn at other temperatures than the trainer's.
     """

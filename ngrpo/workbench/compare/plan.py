@@ -198,7 +198,7 @@ def _baseline(words: _Words, arms: Sequence[Arm]) -> str:
         unperturbed = [arm.id for arm in arms if arm.name == "none"]
         return unperturbed[0] if unperturbed else ids[0]
     if baseline not in ids:
-        raise UsageError(f"--baseline {baseline!r} is none of the strategies {ids}.{nearest(baseline, ids)}")
+        raise UsageError(f"--baseline {baseline!r} is none of the arms {ids}.{nearest(baseline, ids)}")
     return baseline
 
 

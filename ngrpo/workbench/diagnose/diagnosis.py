@@ -78,7 +78,7 @@ def diagnose(
     """
     check_problems(problems)
     if not arms:
-        raise UsageError("no strategy to diagnose: name some with --perturbations.")
+        raise UsageError("no arm to diagnose: name some with --perturbations.")
     dtype = dtype or profile_for(hardware).engine_options.get("dtype", "auto")
     if llm is None:
         path = packaged.resolve(model, report=report)

@@ -171,7 +171,7 @@ def _provenance(source: Mapping[str, Any]) -> dict[str, Any]:
     seeds = dict.fromkeys(str(run.get("seed")) for run in values.rows(source, "runs"))
     texts = {
         "Command": shlex.join(map(str, source.get("command") or ())),
-        "Strategies: perturbation and settings": arms and json.dumps(arms, indent=1, ensure_ascii=False),
+        "Arms: perturbation and settings": arms and json.dumps(arms, indent=1, ensure_ascii=False),
         "Seeds": shlex.join(seeds),
         "Flags of OpenRLHF shared by all": shlex.join(map(str, source.get("openrlhf_args") or ())),
     }

@@ -29,8 +29,8 @@ class SmallChart(NamedTuple):
 _SMALL_CHARTS = (
     SmallChart("rate", "Perturbation rate", digits=3),
     SmallChart("shift", "Relative shift of the input", digits=4),
-    SmallChart("gap_perturbed_mean", "Rollout–trainer gap, perturbed", digits=5),
-    SmallChart("gap_plain_mean", "Rollout–trainer gap, plain", digits=5),
+    SmallChart("gap_perturbed_mean", "Training–inference mismatch, perturbed", digits=5),
+    SmallChart("gap_plain_mean", "Training–inference mismatch, plain", digits=5),
 )
 
 
@@ -170,7 +170,7 @@ def _pen(pixels: Sequence[tuple[float, float | None]]) -> str:
 
 
 def learning(results: Mapping[str, Any], series: Mapping[str, Series]) -> dict[str, Any]:
-    """Evaluation and reward over steps, and small charts of rate, shift and gap.
+    """Evaluation and reward over steps, and small charts of rate, shift and mismatch.
 
     Means are over the finished runs of an arm. Only the evaluation compares arms: each draws its rollouts, and so
     their rewards, in its own way.

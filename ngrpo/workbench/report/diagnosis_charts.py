@@ -149,7 +149,7 @@ def _axes_chart(arms: Sequence[_Axes]) -> Chart:
         )
     return Chart(
         name="diversity-validity",
-        title="Diversity against validity, one point per strategy",
+        title="Diversity against validity, one point per arm",
         desc=f"{'; '.join(descriptions)}.",
         size=SQUARE,
         xs=xs,

@@ -32,7 +32,7 @@ class Metric(NamedTuple):
 def _named(names: Sequence[object]) -> str:
     """A few names with commas and an "and", or their number; a name with blanks stays on one line."""
     if not 0 < len(names) <= _MOST_NAMES:
-        return values.plural(len(names), "strategy")
+        return values.plural(len(names), "arm")
     *others, last = (str(name).replace(" ", "\u00a0") for name in names)
     return f"{', '.join(others)} and {last}" if others else last
 
@@ -282,7 +282,7 @@ def sentence(summary: Summary, baseline: str, metrics: Sequence[Metric]) -> str 
     if not tested:
         return f"Nothing could be compared with {against}: no evaluation has finished for both."
     if all(change.get("over") == "problems" for change in tested):
-        return f"One seed each: no strategy can be called better or worse than {against}."
+        return f"One seed each: no arm can be called better or worse than {against}."
 
     first = _Outcome.of(summary, arms, first_metric)
     if first.better:
@@ -290,7 +290,7 @@ def sentence(summary: Summary, baseline: str, metrics: Sequence[Metric]) -> str 
     elif len(arms) == 1:
         text = f"{arms[0]} is not better than {against} beyond noise"
     else:
-        text = f"None of {len(arms)} strategies is better than {against} beyond noise"
+        text = f"None of {len(arms)} arms is better than {against} beyond noise"
     if first.worse:
         text += f"; worse: {', '.join(first.worse)}"
     for metric in further_metrics:
@@ -302,7 +302,7 @@ def sentence(summary: Summary, baseline: str, metrics: Sequence[Metric]) -> str 
         if newly_worse:
             text += f"; worse in {metric.heading}: {', '.join(newly_worse)}"
     missing = len(arms) - len(tested)
-    text += f" ({values.plural(missing, 'strategy')} could not be compared)." if missing else "."
+    text += f" ({values.plural(missing, 'arm')} could not be compared)." if missing else "."
     beyond_noise = [change for change in tested if values.noise(change) == "beyond noise"]
     fewest = min((change.get("seeds") or ENOUGH_SEEDS for change in beyond_noise), default=ENOUGH_SEEDS)
     if fewest < ENOUGH_SEEDS:

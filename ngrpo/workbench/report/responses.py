@@ -161,9 +161,9 @@ def _answer(response: Mapping[str, Any]) -> dict[str, Any]:
     texts = rows(response, "tokens")
     fed = dict(rows(response, "fed"))
     notes: list[list[str]] = [[] for _ in texts]
-    for lines, gap in zip(notes, rows(response, "gaps")):
-        if number(gap) is not None:
-            lines.append(f"gap {gap:.2g}")
+    for lines, mismatch in zip(notes, rows(response, "gaps")):
+        if number(mismatch) is not None:
+            lines.append(f"mismatch {mismatch:.2g}")
     for lines, advantage in zip(notes, rows(response, "advantages")):
         if number(advantage) is not None:
             lines.append(f"advantage {format_number(advantage, 2, sign=True)}")

@@ -190,7 +190,7 @@
     });
   }
 
-  // Legends: a strategy is shown or hidden in every chart at once.
+  // Legends: an arm is shown or hidden in every chart at once.
   const keys = document.querySelectorAll("[data-toggle]");
   for (const key of keys) {
     key.addEventListener("click", () => {

@@ -220,7 +220,7 @@ def samples(texts: Mapping[int, str]) -> list[dict[str, Any]]:
         if sample is not None:
             text = sample["text"]
             cut = len(text) - _MOST_CHARACTERS
-            if cut > 0:  # the prompt is at the beginning, and the answer at the end
+            if cut > 0:  # the prompt is at the beginning, and the response at the end
                 half = _MOST_CHARACTERS // 2
                 text = f"{text[:half]}\n[… {cut:,} characters …]\n{text[-half:]}"
             rows.append({"step": step, "reward": float(sample["reward"]), "text": text})

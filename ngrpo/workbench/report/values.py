@@ -141,7 +141,7 @@ def shortened(text: str, length: int = 110) -> str:
 
 
 def plural(count: int, word: str) -> str:
-    """``1 run``, ``3 runs``, ``2 strategies``."""
+    """``1 run``, ``3 runs``."""
     if count == 1:
         return f"1 {word}"
-    return f"{count:,} {word[:-1]}ies" if word.endswith("y") else f"{count:,} {word}s"
+    return f"{count:,} {word}s"

@@ -355,7 +355,7 @@ class TestCommand:
         line += " --model smollm2-135m --hardware cpu --rollout.n_samples_per_prompt 4 --rollout.batch_size 8"
         assert cli.main([*line.split(), "--train.batch_size", "32", "--eval.data", "none"]) == 0
         text = capsys.readouterr().out
-        assert text.startswith("6 runs: 2 strategies × 3 seeds")
+        assert text.startswith("6 runs: 2 arms × 3 seeds")
         assert text.count("configuration") == 1
         assert text.count("ok     dataset and reward") == 2
         assert not Path("runs").exists()

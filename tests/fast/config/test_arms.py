@@ -103,7 +103,7 @@ def test_the_same_twice_and_rate_zero() -> None:
 
 def test_only_arms_that_are_trained_alike_are_noted_as_the_same() -> None:
     arms = parse_arms(None, (), ["none base=grpo", "none base=gspo", "none base=grpo"], training=True)
-    assert [arm.notes for arm in arms] == [(), (), ("the same strategy as 'none base=grpo', run and counted twice",)]
+    assert [arm.notes for arm in arms] == [(), (), ("the same arm as 'none base=grpo', run and counted twice",)]
 
 
 @pytest.mark.parametrize(("names", "sweeps", "lines", "message"), refused("arms"))

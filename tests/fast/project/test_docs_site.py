@@ -99,7 +99,7 @@ def assert_anchors_exist(page: Path, text: str) -> None:
 
 
 # Words of the glossary that a newcomer cannot guess.
-TERMS = r"\b(?:edits?|anchors?|trajector(?:y|ies)|records?|replays?|gaps?|strateg(?:y|ies))\b"
+TERMS = r"\b(?:edits?|anchors?|trajector(?:y|ies)|records?|replays?|mismatch(?:es)?|arms?)\b"
 
 
 def test_pages_with_terms_link_the_glossary() -> None:

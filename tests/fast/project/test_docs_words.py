@@ -21,7 +21,7 @@ GENERATED = re.compile(r"^<!-- (?:matrix|table)\b.*?-->\n(?:(?![|#]).*\n)*?(?:\|
 OTHERS = {
     "perturbation": r"perturbation operators?|disturbances?",
     "method": r"techniques?",
-    "strategy": r"treatments?|contenders?",
+    "arm": r"treatments?|contenders?",
     "gate": r"gatings?|gaters?",
     "edit": r"input edits|interventions?",
     "anchor": r"anchor tokens?|pivots?",
@@ -29,7 +29,7 @@ OTHERS = {
     "trajectory": r"traces? of (?:the )?response",
     "record": r"recordings|replay logs?|replay records?",
     "replay": r"playbacks?|re-?play(?:ing)? back",
-    "gap": r"discrepanc(?:y|ies)|log-prob(?:ability)? mismatch(?:es)?",
+    "mismatch": r"discrepanc(?:y|ies)|log-prob(?:ability)? mismatch(?:es)?",
 }
 
 

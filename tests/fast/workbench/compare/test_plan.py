@@ -256,7 +256,7 @@ def test_the_identity_of_a_usual_run_stays(words: str, pinned: str, monkeypatch:
     [
         (["--perturbations", "none,neighbour"], "Did you mean 'neighbor'"),
         (["--perturbations", "none", "--seeds", "0,0"], "given twice"),
-        (["--perturbations", "none", "--baseline", "neighbor"], "none of the strategies"),
+        (["--perturbations", "none", "--baseline", "neighbor"], "none of the arms"),
         (["--perturbations", "none", "--train.seed", "3"], "give --seeds"),
         (["--perturbations", "none", "--perturbation.rate", "0.2"], "--sweep perturbation.OPTION"),
         (["--perturbations", "none", "--ckpt.path", "x"], "give --out DIR"),
@@ -346,7 +346,7 @@ def test_bad_problems_are_found_before_anything_is_trained(tmp_path: Path) -> No
     [
         (["--eval.n", "0"], "evaluation: n=0: must be at least 1"),
         (["--diagnose.group", "1"], "diagnosis: sampling option group=1"),
-        (["--sweep", "nope=1,2"], "strategy 'none nope=1': unknown flag '--nope'"),
+        (["--sweep", "nope=1,2"], "arm 'none nope=1': unknown flag '--nope'"),
         (["--sweep", "rollout.top_p=0.5,abc"], "rollout.top_p=abc': --rollout.top_p abc: must be a number"),
     ],
 )
@@ -376,9 +376,9 @@ def test_arms_that_are_the_same_are_noted() -> None:
     notes = {arm.id: arm.notes for arm in arms if arm.notes}
     assert notes.keys() == {"neighbor rate=0.1", "gumbel rate=0"}
     (of_the_default_rate,) = notes["neighbor rate=0.1"]
-    assert of_the_default_rate.startswith("the same strategy as 'neighbor'")
+    assert of_the_default_rate.startswith("the same arm as 'neighbor'")
     (of_no_rate,) = notes["gumbel rate=0"]
-    assert of_no_rate.startswith("the same strategy as 'none'")
+    assert of_no_rate.startswith("the same arm as 'none'")
 
 
 @pytest.mark.parametrize(

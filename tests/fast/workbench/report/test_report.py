@@ -44,7 +44,7 @@ def test_what_a_comparison_says(tmp_path: Path) -> None:
     assert "1 of 12 runs failed" in page.text
     assert ERROR in page.text
     assert "runs/gumbel-seed2/eval.log" in page.text
-    assert "None of 3 strategies is better than “none” in Mean@32 beyond noise." in page.text
+    assert "None of 3 arms is better than “none” in Mean@32 beyond noise." in page.text
     assert "+0.055, within noise" in page.text
     assert "−0.143, within noise" in page.text
     assert "×1.02" in page.text

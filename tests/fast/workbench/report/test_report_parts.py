@@ -162,12 +162,12 @@ ONE_SEED = {**BETTER, "seeds": 1, "over": "problems"}
         ),
         pytest.param(
             {"a": WITHIN, "b": WORSE},
-            "None of 2 strategies is better than “none” in Mean@8 beyond noise; worse: b.",
+            "None of 2 arms is better than “none” in Mean@8 beyond noise; worse: b.",
             id="none better",
         ),
         pytest.param(
             {"a": WITHIN, "b": None, "c": None},
-            "None of 3 strategies is better than “none” in Mean@8 beyond noise (2 strategies could not be compared).",
+            "None of 3 arms is better than “none” in Mean@8 beyond noise (2 arms could not be compared).",
             id="two not compared",
         ),
         pytest.param(
@@ -177,7 +177,7 @@ ONE_SEED = {**BETTER, "seeds": 1, "over": "problems"}
         ),
         pytest.param(
             {"a": ONE_SEED},
-            "One seed each: no strategy can be called better or worse than “none” in Mean@8.",
+            "One seed each: no arm can be called better or worse than “none” in Mean@8.",
             id="one seed",
         ),
         pytest.param(
@@ -321,4 +321,4 @@ def test_the_section(tmp_path: Path) -> None:
         assert len(note_lines) > 20
         assert len(note_lines) == len(re.findall("<(?:i|mark)[ >]", tokens))
         for line in note_lines:
-            assert line[0].startswith("gap ")
+            assert line[0].startswith("mismatch ")
