@@ -206,8 +206,9 @@ class SamplingMaskStore:
         running = int((self._words.counts > 0).sum())
         mean = int(self._words.counts.sum()) / max(stored_rows, 1)
         raise RuntimeError(
-            f"--sampling.correct_mask: the tokens that sampling left at {stored_rows} positions of {running}"
-            f" running requests take {self.bytes / 2**30:.2f} GiB, {mean:.0f} words a"
+            "--sampling.correct_mask or --sampling.score_centering: the tokens that sampling left at"
+            f" {stored_rows} positions of {running} running requests take {self.bytes / 2**30:.2f} GiB,"
+            f" {mean:.0f} words a"
             f" position, above the limit of {self._limit / 2**30:.2f} GiB. Leave fewer tokens (--sampling.top_k,"
             " --sampling.min_p, a lower --rollout.top_p), run fewer requests at once, allow shorter responses, or"
             " raise --sampling.mask_gib (additional_config['sampling_mask_gib'] of an engine of your own)."

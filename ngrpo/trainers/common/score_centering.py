@@ -15,7 +15,7 @@ q from its own logits, which are those of the rollout's weights in the one updat
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -33,6 +33,14 @@ from perturbations.replay.trajectory import FinishedTrajectory
 _BLOCK_ELEMENTS = 2**24  # logits that are looked at at once: 64 MiB in float32
 
 
+class WeightedLoss(Protocol):
+    """OpenRLHF's ``PolicyLoss``, as far as its importance weights go."""
+
+    is_correction_level: str
+    is_correction_mode: str
+    is_correction_threshold: Sequence[float]
+
+
 @dataclass(frozen=True)
 class ImportanceWeight:
     """f of the ratio r = π / π_rollout, by which OpenRLHF's loss weighs a token (``is_correction_*``).
@@ -47,7 +55,7 @@ class ImportanceWeight:
     drops: bool = False
 
     @classmethod
-    def of(cls, policy_loss: Any) -> "ImportanceWeight":
+    def of(cls, policy_loss: WeightedLoss) -> "ImportanceWeight":
         """The weight of OpenRLHF's ``PolicyLoss``."""
         if policy_loss.is_correction_level == "off":
             return cls()
@@ -171,6 +179,16 @@ def _scheduled(sampler: Sampler, draws: TokenDraws, logits: Tensor) -> Tensor:
     return of_request if factor is None else of_request / factor.unsqueeze(-1)
 
 
+class _Context(Protocol):
+    """What :class:`_MeanScore` keeps between forward and backward."""
+
+    saved_tensors: tuple[Tensor, Tensor]
+    gradient: Callable[[Tensor, slice], Tensor]
+
+    def save_for_backward(self, *tensors: Tensor) -> None:
+        """Keeps ``saved_tensors``."""
+
+
 class _MeanScore(torch.autograd.Function):
     """Σ_v c_v log p_v of N rows of logits (R, V), (N,): of value 0, since its gradient alone counts.
 
@@ -178,14 +196,14 @@ class _MeanScore(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, rows: Tensor, gradient: Callable[[Tensor, slice], Tensor]) -> Tensor:
+    def forward(ctx: _Context, logits: Tensor, rows: Tensor, gradient: Callable[[Tensor, slice], Tensor]) -> Tensor:
         """``gradient``: of the logits of a part of the rows, and which part that is, (n, V) to (n, V)."""
         ctx.save_for_backward(logits, rows)
         ctx.gradient = gradient
         return torch.zeros(len(rows), dtype=logits.dtype, device=logits.device)
 
     @staticmethod
-    def backward(ctx: Any, *of_outputs: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: _Context, *of_outputs: Tensor) -> tuple[Tensor, None, None]:
         logits, rows = ctx.saved_tensors
         (of_scores,) = of_outputs
         total = torch.zeros_like(logits)

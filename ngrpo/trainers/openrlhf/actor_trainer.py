@@ -17,7 +17,7 @@ from ngrpo.machine.models import lora
 from ngrpo.machine.upstream.types import Experience, Upstream
 from ngrpo.trainers.common import log_probs, sample_records, weights_file
 from ngrpo.trainers.common.policy_loss import CreditInLoss, RatioMeasure, TwoRoundsLoss
-from ngrpo.trainers.common.score_centering import ImportanceWeight, Sampler, ScoreCentering
+from ngrpo.trainers.common.score_centering import ImportanceWeight, Sampler, ScoreCentering, WeightedLoss
 from ngrpo.trainers.openrlhf import lora_sync, model_actors
 from ngrpo.trainers.openrlhf.experiences import marks_of
 from perturbations import UsageError, seeds
@@ -177,7 +177,7 @@ class PerturbedActorTrainer(Upstream):
         torch.distributed.barrier()
 
 
-def sampler_of(run: RunConfig, temperature: float, policy_loss: Any) -> Sampler:
+def sampler_of(run: RunConfig, temperature: float, policy_loss: WeightedLoss) -> Sampler:
     """How the run draws tokens; ``policy_loss`` is OpenRLHF's, which has the importance weights."""
     return Sampler(
         temperature=temperature,
