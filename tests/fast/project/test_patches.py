@@ -22,7 +22,8 @@ needs_stack = pytest.mark.skipif(not STACK, reason="needs openrlhf, vllm, ray an
 
 @pytest.mark.parametrize("row", [*OPENRLHF, *VLLM, *VERL], ids=lambda row: row.target)
 def test_a_row_is_complete_and_matches_the_installed_source(row: Patch) -> None:
-    assert row.why and len(row.checked.split()) >= 2
+    assert row.why
+    assert len(row.checked.split()) >= 2
     module, _, name = (row.ours or "ngrpo").partition(":")
     assert find_spec(module) is not None
     if find_spec(row.module.partition(".")[0]) is None:
@@ -68,9 +69,9 @@ def test_a_mismatch_is_one_clear_error(change: dict[str, str], state: str) -> No
 )
 def test_parameters_fit_where_all_that_are_named_are_there(expected: str, fits: bool, tmp_path: Path) -> None:
     (tmp_path / "part.py").write_text("class A:\n    def f(self, x, /, y, *args, z=1):\n        pass\n")
-    found = state_of("part", "A.f", expected, tmp_path)
-    assert (found == expected) is fits
-    assert fits or found == "(self, x, y, z)"
+    state_found = state_of("part", "A.f", expected, tmp_path)
+    assert (state_found == expected) is fits
+    assert fits or state_found == "(self, x, y, z)"
 
 
 MINE = """

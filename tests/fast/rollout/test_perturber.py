@@ -2,6 +2,7 @@
 """The perturber on a pretended GPU, whose copies arrive late, driven by a made-up scheduler; no GPU is needed."""
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -25,27 +26,37 @@ PLANS = (
     Plan(seed=4, lag=2, preempted=0.05, chunk=100, batch=3, sampling="greedy"),
     Plan(seed=5),
 )
-# Each is compiled first; the others are `make test-more`.
-IN_MAKE_TEST = ("neighbor", "gumbel")
-CASES = [
-    pytest.param(name, PLANS[i % len(PLANS)], marks=[] if name in IN_MAKE_TEST else pytest.mark.more)
-    for i, name in enumerate(NAMES)
-]
+
+
+def cases() -> Iterator[Any]:
+    """Each perturbation with one of the plans in turn. Each is compiled first, so most are `make test-more`."""
+    for number, name in enumerate(NAMES):
+        marks = [] if name in ("neighbor", "gumbel") else [pytest.mark.more]
+        yield pytest.param(name, PLANS[number % len(PLANS)], marks=marks)
+
+
 # Recomputation needs what is on its way, a request that has ended its last copies; a gate is made before any step.
 MAY_WAIT = ("/rollout/async_scheduling.py", "/gates/default.py")
 
 
 def made(name: str, **options: Any) -> Any:
-    return create(name, **{"rate": 0.7, **({"realization": "sampled"} if name == "neighbor" else {}), **options})
+    """A perturbation at rate 0.7, unless ``options`` has another."""
+    usual: dict[str, Any] = {"rate": 0.7}
+    if name == "neighbor":
+        usual["realization"] = "sampled"
+    return create(name, **{**usual, **options})
 
 
 def run(perturbation: Any, plan: Plan) -> None:
+    """Simulates a plan; nothing but what may wait for the device has done so."""
     device = simulate(perturbation, plan, count=5)
-    if perturbation.name != "neighbor":  # whose table is made at once, outside of steps
-        assert {kind for kind, line in device.waits if not line.split(":")[0].endswith(MAY_WAIT)} == set()
+    if perturbation.name == "neighbor":
+        return  # its table is made at once, outside of steps
+    forbidden = [line for _, line in device.waits if not line.split(":")[0].endswith(MAY_WAIT)]
+    assert forbidden == []
 
 
-@pytest.mark.parametrize(("name", "plan"), CASES)
+@pytest.mark.parametrize(("name", "plan"), cases())
 def test_requests_together_on_a_gpu_are_each_alone_on_a_cpu(name: str, plan: Plan) -> None:
     run(made(name), plan)
 
@@ -71,7 +82,10 @@ def test_every_configuration(name: str, options: dict[str, Any], plan: Plan) -> 
 
 PLAN = Plan(seed=3, lag=3, preempted=0.2, chunk=3, batch=4, sampling="filtered")
 MASKED = dataclasses.replace(PLAN, masked=True)
-PROPOSE, DRAIN, DRAIN_EDITS, LAY_OUT = Soft.propose, Notes.drain, Notes._drain_edits, InputOverride.lay_out
+PROPOSE = Soft.propose
+DRAIN = Notes.drain
+DRAIN_EDITS = Notes._drain_edits
+LAY_OUT = InputOverride.lay_out
 
 
 def test_without_a_fault_nothing_is_seen() -> None:
@@ -126,12 +140,12 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize(("owner", "name", "act", "plan", "said"), FAULTS.values(), ids=FAULTS)
+@pytest.mark.parametrize(("owner", "method", "fault", "plan", "message"), FAULTS.values(), ids=FAULTS)
 def test_a_fault_of_timing_is_seen(
-    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, act: Any, plan: Plan, said: str | None
+    monkeypatch: pytest.MonkeyPatch, owner: Any, method: str, fault: Any, plan: Plan, message: str | None
 ) -> None:
-    monkeypatch.setattr(owner, name, act)
-    with pytest.raises((Disagreement, ValueError, IndexError), match=said):
+    monkeypatch.setattr(owner, method, fault)
+    with pytest.raises((Disagreement, ValueError, IndexError), match=message):
         run(made("soft"), plan)
 
 
