@@ -6,7 +6,6 @@ TRL 1.16 computes log-probabilities from hidden states, a tile of the vocabulary
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,7 +47,13 @@ def corrected_head(
 class CorrectedHead:
     """Stands in for TRL's ``ChunkedLogProbFunction`` during one forward."""
 
-    def __init__(self, plain: Any, correction: MaskCorrection, attention_mask: Tensor, logits_to_keep: int) -> None:
+    def __init__(
+        self,
+        plain: type[torch.autograd.Function],
+        correction: MaskCorrection,
+        attention_mask: Tensor,
+        logits_to_keep: int,
+    ) -> None:
         self._plain = plain
         self._correction = correction
         self._attention_mask = attention_mask.bool()

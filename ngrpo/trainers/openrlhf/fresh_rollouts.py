@@ -4,11 +4,16 @@
 All responses to a prompt are drawn in one call of the engine, between two weight syncs, so a group has one version.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ngrpo.machine.upstream.types import Experience
 from ngrpo.trainers.common import staleness
+
+if TYPE_CHECKING:
+    from ray.util.queue import Queue
 
 VERSION = "ngrpo_weight_version"
 """The entry of a response's ``extra_logs``, which OpenRLHF copies into its sample's ``info``."""
@@ -44,7 +49,14 @@ def take_versions(samples: Sequence[Experience]) -> list[int]:
     return versions
 
 
-class FreshRollouts:
+class RolloutQueue(Protocol):
+    """What the trainer takes rollouts from: Ray's queue."""
+
+    def get(self, block: bool = True) -> Any:
+        """The next entry; with ``block`` it waits for one."""
+
+
+class FreshRollouts(RolloutQueue):
     """OpenRLHF's queue of rollouts, from which the trainer takes batches without responses that are too old.
 
     A response is too old if it is older than ``max_staleness`` when its batch is to be trained. Whole groups are left
@@ -57,8 +69,8 @@ class FreshRollouts:
 
     def __init__(
         self,
-        queue: Any,
-        slots: Any,
+        queue: RolloutQueue,
+        slots: Queue,
         *,
         max_staleness: int,
         batch: int,

@@ -86,7 +86,7 @@ class PerturbedRolloutRayActor(Upstream):
         await self.engine_check.passed()
         return await generate(self, prompt_token_ids, sampling_params, multi_modal_data)
 
-    async def generate_responses(self, *args: Any, **kwargs: Any) -> Any:
+    async def generate_responses(self, *args: object, **kwargs: object) -> Any:
         version = self.weight_version
         responses = await super().generate_responses(*args, **kwargs)
         if not current_run().has_weight_versions:

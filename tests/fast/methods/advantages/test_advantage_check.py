@@ -110,7 +110,7 @@ def test_the_command_of_a_broken_advantage(capsys: pytest.CaptureFixture[str], m
     monkeypatch.setattr(Centered, "formula", over_the_batch)
     assert cli.main(["check", "advantage", f"{__name__}:Centered"]) == 1
     printed = capsys.readouterr()
-    assert "WRONG  advantages of rewards between 0 and 1" in printed.out
+    assert "WRONG    advantages of rewards between 0 and 1" in printed.out
     assert "the loss rests on" in printed.err
 
 
