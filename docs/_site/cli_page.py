@@ -3,14 +3,13 @@
 
     PYTHONPATH=. python docs/_site/cli_page.py > docs/cli.md
 
-The help of ``ngrpo train`` also lists the options of every method. The page leaves them to the methods' own pages.
+The options of methods are on the methods' own pages.
 """
 
 from __future__ import annotations
 
 import contextlib
 import io
-import re
 
 from ngrpo import cli
 
@@ -22,8 +21,6 @@ with 1 after a failed run, with 2 for bad input, with 130 after Ctrl-C, with 143
 terminal was closed.
 
 This page is written by `python docs/_site/cli_page.py`."""
-GATE = "options of every perturbation (the gate)"
-"""The first of the sections of ``ngrpo train --help`` that list options of methods; this one stays on the page."""
 
 
 def page() -> str:
@@ -32,14 +29,12 @@ def page() -> str:
     for command in cli.COMMANDS:
         text = help_of(command)
         parts.append(f"## ngrpo {command}")
+        parts.append(in_a_block(text))
         if command == "train":
-            parts.append(in_a_block(without_methods(text)))
             parts.append(
-                "The help goes on with the options of each method. `ngrpo list NAME` prints those of one method; the"
-                " tables of [perturbations](methods.md) and of [other methods](exploration.md) name all methods."
+                "`ngrpo train --help NAME` prints the options of a method, `ngrpo list NAME` its description too. The"
+                " tables of [perturbations](methods.md) and of [other methods](exploration.md) say what each does."
             )
-        else:
-            parts.append(in_a_block(text))
     return "\n\n".join(parts) + "\n"
 
 
@@ -50,13 +45,6 @@ def help_of(command: str | None = None) -> str:
     with contextlib.redirect_stdout(printed):
         cli.main(words)
     return printed.getvalue().strip("\n")
-
-
-def without_methods(text: str) -> str:
-    """The help of ``ngrpo train`` up to the gate's options and with them, without the sections that follow."""
-    before, gate, after = text.partition(GATE)
-    own_options = re.split(r"\n\n(?=\S)", after, maxsplit=1)[0]
-    return f"{before}{gate}{own_options}"
 
 
 def in_a_block(text: str) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from importlib.metadata import entry_points
 from importlib.util import find_spec
+from itertools import takewhile
 from pathlib import Path
 from string import Template
 from typing import NamedTuple
@@ -312,11 +313,21 @@ def own_options(kind_registry: registry.Registry, cls: type) -> list[dataclasses
 
 
 def train_help(usage: str, argv: Sequence[str] = ()) -> str:
-    """The help of ``ngrpo train``: our flags, then everything that is registered, with its options.
+    """The help of ``ngrpo train``.
 
-    ``{kinds}`` in the usage becomes the flags of each kind. A user's method that the command line names is listed too;
-    raises ``UsageError`` where it cannot be loaded.
+    Our flags, the options of the methods that the command line names, and the names of all methods. After ``--help``
+    names of methods may follow, for their options alone, or ``all``, for our flags and the options of all methods.
+
+    Args:
+        usage: our flags; ``{kinds}`` in it becomes the flags of each kind.
+        argv: the words of the command line.
+
+    Raises:
+        UsageError: for a name after ``--help`` that no method has, or a user's method that cannot be loaded.
     """
+    names = _words_after_help(argv)
+    if names and _ALL not in names:
+        return "\n".join(section for name in names for section in _sections_of_name(name))
     flags = []
     for kind in run_level_kinds():
         flags += help_entry(f"  {kind.flag} NAME", f"{kind.about}, see below [none]", column=28)
@@ -325,23 +336,60 @@ def train_help(usage: str, argv: Sequence[str] = ()) -> str:
     gate_options = _table(Perturbation, dataclasses.fields(Perturbation))
     sections.append(f"options of every perturbation (the gate)\n{gate_options}")
     for kind_registry, root in FLAGS.items():
-        names = list(kind_registry.available())
+        listed = list(kind_registry.available()) if _ALL in names else []
         value = Flags(argv).value(root)
-        if value and value not in names and value.lower() != "none":  # the user's own: last, next to the prompt
+        if value and value not in listed and value.lower() != "none":
             own_name = kind_registry.get(value).name
-            names = [*(name for name in names if name != own_name), value]
-        for name in names:
-            try:
-                cls = kind_registry.get(name)
-            except UsageError as error:
-                sections.append(f"{name}: cannot be loaded: {error}\n")
-                continue
-            notes = [] if kind_registry is registry.perturbations else [kind_registry.kind]
-            heading = textwrap.fill(_heading(kind_registry, name, notes), 80, subsequent_indent="    ")
-            description = textwrap.fill(_first_line(cls), 80, initial_indent="  ", subsequent_indent="  ")
-            options = _table(cls, own_options(kind_registry, cls), root)
-            sections.append(f"{heading}\n{description}\n{options}")
+            # The one that the command line names is last, next to the prompt.
+            listed = [*(name for name in listed if name != own_name), value]
+        sections += [_method_section(kind_registry, root, name) for name in listed]
+    if _ALL not in names:
+        sections.append(_all_names())
     return "\n".join(sections)
+
+
+_ALL = "all"
+
+
+def _words_after_help(argv: Sequence[str]) -> list[str]:
+    """The words that follow ``--help`` or ``-h``, up to the next flag."""
+    at = next((place for place, word in enumerate(argv) if word in ("-h", "--help")), len(argv))
+    return list(takewhile(lambda word: not word.startswith("-"), argv[at + 1 :]))
+
+
+def _sections_of_name(name: str) -> list[str]:
+    """The section of each method of this name, of whichever kind."""
+    sections = [
+        _method_section(kind_registry, root, name)
+        for kind_registry, root in FLAGS.items()
+        if name in kind_registry.available()
+    ]
+    if not sections:
+        all_names = [other for kind_registry in FLAGS for other in kind_registry.available()]
+        raise UsageError(
+            f"ngrpo train --help {name}: no method has this name.{nearest(name, all_names)} All of them: ngrpo list."
+        )
+    return sections
+
+
+def _method_section(kind_registry: registry.Registry, root: str, name: str) -> str:
+    """A method's heading, the first line of its description, and its options; ``root`` is the flag of its kind."""
+    try:
+        cls = kind_registry.get(name)
+    except UsageError as error:
+        return f"{name}: cannot be loaded: {error}\n"
+    notes = [] if kind_registry is registry.perturbations else [kind_registry.kind]
+    heading = textwrap.fill(_heading(kind_registry, name, notes), 80, subsequent_indent="    ")
+    description = textwrap.fill(_first_line(cls), 80, initial_indent="  ", subsequent_indent="  ")
+    return f"{heading}\n{description}\n{_table(cls, own_options(kind_registry, cls), root)}"
+
+
+def _all_names() -> str:
+    """The names of all methods, by the flag of their kind."""
+    lines = ["names of methods, and the options of one: ngrpo train --help NAME; of all: --help all"]
+    for kind_registry, root in FLAGS.items():
+        lines += help_entry(f"  {root}", ", ".join(kind_registry.available()), column=28)
+    return "\n".join(lines) + "\n"
 
 
 class OptionRow(NamedTuple):

@@ -3,8 +3,9 @@
                    [--advantage NAME] [--preset NAME] [flags of OpenRLHF ...]
 
 Runs OpenRLHF's train_ppo_ray with perturbed rollouts. Our flags are below;
-every other word goes to OpenRLHF untouched. Its own help:
-ngrpo train --openrlhf-help
+every other word goes to OpenRLHF untouched. Further help:
+  ngrpo train --help NAME [NAME ...]  the options of methods; all: of every one
+  ngrpo train --openrlhf-help         OpenRLHF's own flags
 
 perturbation of the rollouts
   --perturbation NAME       see below; your own: ./file.py:Name,
@@ -134,7 +135,7 @@ from perturbations.errors import UsageError
 
 
 def usage(command: str, argv: Sequence[str]) -> str:
-    """Our flags, and all registered names with their options."""
+    """Our flags and the names of all methods, or what the words after ``--help`` ask for."""
     return extensions.train_help(console.docstring(sys.modules[__name__]), argv) + "\n"
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ngrpo import cli
-from ngrpo.commands import train
+from ngrpo.commands import extensions, train
 from ngrpo.config import parse
 from ngrpo.config.kinds import FLAGS
 from ngrpo.config.run import PRESETS, RunConfig
@@ -178,18 +178,56 @@ def test_list_describes_each_name(name: str, capsys: pytest.CaptureFixture[str])
                 assert f"{flag}.{option.name}" in text
 
 
-@pytest.fixture
-def help_text(capsys: pytest.CaptureFixture[str]) -> str:
-    """The help of ``ngrpo train`` with single blanks."""
-    assert cli.main(["train", "--help"]) == 0
+def help_of_train(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """The help of ``ngrpo train`` with single blanks; ``words`` follow ``--help``."""
+    assert cli.main(["train", "--help", *words]) == 0
     return " ".join(capsys.readouterr().out.split())
 
 
-@pytest.mark.parametrize(
-    "entry", ["neighbor (N-GRPO", "--perturbation.metric", "one of cosine, l2, l1, dot [cosine]", "in [0, 1]"]
-)
-def test_help_describes_options(entry: str, help_text: str) -> None:
-    assert entry in help_text
+@pytest.fixture
+def help_text(capsys: pytest.CaptureFixture[str]) -> str:
+    """The help of ``ngrpo train`` without a further word."""
+    return help_of_train(capsys)
+
+
+OPTIONS_OF_NEIGHBOR = ("neighbor (N-GRPO", "--perturbation.metric", "one of cosine, l2, l1, dot [cosine]")
+OPTIONS_OF_EVERY_PERTURBATION = "options of every perturbation"
+
+
+def test_help_is_short_and_names_every_method(help_text: str) -> None:
+    assert OPTIONS_OF_EVERY_PERTURBATION in help_text
+    assert all(name in help_text for name in every_name())
+    assert not any(entry in help_text for entry in OPTIONS_OF_NEIGHBOR)
+
+
+def test_help_of_methods_has_their_options_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    text = help_of_train(capsys, "neighbor", "psn")
+    assert all(entry in text for entry in OPTIONS_OF_NEIGHBOR)
+    assert "--policy_noise.sigma" in text
+    assert OPTIONS_OF_EVERY_PERTURBATION not in text
+    assert "gumbel" not in text
+
+
+def test_help_of_all_has_our_flags_and_the_options_of_every_method(capsys: pytest.CaptureFixture[str]) -> None:
+    text = help_of_train(capsys, "all")
+    assert OPTIONS_OF_EVERY_PERTURBATION in text
+    assert all(entry in text for entry in OPTIONS_OF_NEIGHBOR)
+    for registered, flag in FLAGS.items():
+        for name in registered.in_tree():
+            for field in extensions.own_options(registered, registered.get(name)):
+                assert f"{flag}.{field.name}" in text, name
+
+
+def test_help_of_a_method_that_a_flag_names_has_its_options(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["train", "--perturbation", "neighbor", "--help"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert all(entry in text for entry in OPTIONS_OF_NEIGHBOR)
+    assert "--policy_noise.sigma" not in text
+
+
+def test_help_of_an_unknown_name_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["train", "--help", "neighbour"]) == 2
+    assert "--help neighbour: no method has this name. Did you mean 'neighbor'?" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("names", [PRESETS, packaged.PACKAGED, tasks.usage()], ids=["presets", "models", "tasks"])
