@@ -13,7 +13,7 @@ from pathlib import Path
 
 import yaml
 
-from ngrpo.commands import extensions
+from ngrpo.commands import method_texts
 from ngrpo.config.kinds import FLAGS, of_registry
 from perturbations import registry
 from perturbations.registry import Registry
@@ -79,7 +79,7 @@ def _facts(kept: Registry, name: str, cls: type, flag: str) -> Iterator[str]:
     yield f"| flag | `{flag} {name}` |"
     if kept is registry.perturbations:
         yield f"| default rate | {cls.rate:g} |"  # type: ignore[attr-defined]
-        density = "density" in {field.name for field in extensions.own_options(kept, cls)}
+        density = "density" in {field.name for field in method_texts.own_options(kept, cls)}
         yield f"| density | {'`--perturbation.density`' if density else 'none: the loss weighs the token'} |"
     about = of_registry(kept).page.removeprefix("docs/")
     yield f"| more | [{about.removesuffix('.md').replace('_', ' ')}](../{about}) |"
@@ -87,7 +87,7 @@ def _facts(kept: Registry, name: str, cls: type, flag: str) -> Iterator[str]:
 
 
 def _options(kept: Registry, cls: type, flag: str) -> Iterator[str]:
-    own = [extensions.option_row(cls, field) for field in extensions.own_options(kept, cls)]
+    own = [method_texts.option_row(cls, field) for field in method_texts.own_options(kept, cls)]
     if own:
         yield "| option | what | values | default |\n| --- | --- | --- | --- |"
     for name, about, limits, default in own:

@@ -120,7 +120,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from ngrpo.commands import dry_run, extensions
+from ngrpo.commands import dry_run, method_texts
 from ngrpo.config import complete_run, parse, rules, run_notes, stretches, verl_lines
 from ngrpo.config.complete_run import CompleteRun
 from ngrpo.config.run import FILE, RunConfig
@@ -136,7 +136,7 @@ from perturbations.errors import UsageError
 
 def usage(command: str, argv: Sequence[str]) -> str:
     """Our flags and the names of all methods, or what the words after ``--help`` ask for."""
-    return extensions.train_help(console.docstring(sys.modules[__name__]), argv) + "\n"
+    return method_texts.train_help(console.docstring(sys.modules[__name__]), argv) + "\n"
 
 
 def run(argv: Sequence[str], *, report: console.Report) -> int:

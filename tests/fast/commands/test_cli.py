@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ngrpo import cli
-from ngrpo.commands import extensions, train
+from ngrpo.commands import method_texts, train
 from ngrpo.config import parse
 from ngrpo.config.kinds import FLAGS
 from ngrpo.config.run import PRESETS, RunConfig
@@ -214,7 +214,7 @@ def test_help_of_all_has_our_flags_and_the_options_of_every_method(capsys: pytes
     assert all(entry in text for entry in OPTIONS_OF_NEIGHBOR)
     for registered, flag in FLAGS.items():
         for name in registered.in_tree():
-            for field in extensions.own_options(registered, registered.get(name)):
+            for field in method_texts.own_options(registered, registered.get(name)):
                 assert f"{flag}.{field.name}" in text, name
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ngrpo import cli
-from ngrpo.commands import extensions
+from ngrpo.commands import method_texts
 from tests.conftest import ROOT
 
 HELP = [[], ["help"], *([name, "--help"] for name in cli.COMMANDS), ["list", "neighbor"], ["list"]]
@@ -42,7 +42,7 @@ def test_a_file_does_not_get_the_number_of_a_closed_stream(tmp_path: Path) -> No
 
 @pytest.mark.more
 def test_an_output_that_has_ascii_alone() -> None:
-    shown = extensions.described("gumbel")
+    shown = method_texts.described("gumbel")
     assert not shown.isascii(), "the case"
     result = ran("ngrpo list gumbel", PYTHONIOENCODING="ascii")
     assert result.returncode == 0

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from ngrpo.commands import extensions
+from ngrpo.commands import method_texts
 from ngrpo.config.kinds import FLAGS
 from perturbations import registry
 
@@ -34,7 +34,7 @@ def test_every_method_has_a_page_that_says_what_it_does(kept: Any, name: str) ->
     assert f"`{FLAGS[kept]} {name}`" in page
     assert ":class:" not in page
     assert "``" not in page.replace("```", "")
-    for field in extensions.own_options(kept, kept.get(name)):
+    for field in method_texts.own_options(kept, kept.get(name)):
         assert f"`{FLAGS[kept]}.{field.name}`" in page
     if kept.kind in method_pages.FORMULAS:
         assert set(heads) & set(method_pages.FORMULAS[kept.kind].values()), "a docstring with its formula"
