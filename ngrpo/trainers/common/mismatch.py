@@ -34,7 +34,9 @@ class Limits:
     """Above it, the mean importance weight is off by a factor of e, and no training is right, whatever the cause."""
 
 
-_warned: list[str] = []
+# The lists of causes that a warning has been printed with. A warning about unperturbed responses in half precision may
+# be harmless, and must not keep a later one about the replay from being printed.
+_warned: list[Sequence[str]] = []
 _STRICT_HINT = "--perturbation.strict makes this an error."
 
 _CONFIG_CAUSE = (
@@ -44,7 +46,7 @@ _CONFIG_CAUSE = (
 _MODEL_CAUSES = (
     "They have not the same weights: an engine that loaded another checkpoint, or a weight sync that was not taken.",
     _CONFIG_CAUSE,
-    "Random weights alone differ so much in bfloat16: the first step of the same run with --perturbation none decides"
+    "The weights are random: in bfloat16 these alone differ so much, where trained weights differ by about 0.02"
     " (docs/troubleshooting.md).",
 )
 _SCALE_CAUSES = (
@@ -320,7 +322,7 @@ def check_gap(measures: Mapping[str, float], limit: float, *, strict: bool) -> N
 
 
 def _report(message: str, causes: Sequence[str], *, is_error: bool, hint: str = _STRICT_HINT) -> None:
-    """Raises ``ReplayGap`` with the message and its likely causes, or prints them once per process.
+    """Raises ``ReplayGap`` with the message and its likely causes, or prints them, once per process for these causes.
 
     ``hint`` is a last line for the warning alone.
     """
@@ -328,8 +330,8 @@ def _report(message: str, causes: Sequence[str], *, is_error: bool, hint: str = 
     message = "\n".join([f"{message} Likely causes, the likeliest first:", *numbered])
     if is_error:
         raise ReplayGap(message)
-    if not _warned:
-        _warned.append(message)
+    if causes not in _warned:
+        _warned.append(causes)
         print(f"ngrpo: warning: {message}\n  {hint}", flush=True)
 
 
