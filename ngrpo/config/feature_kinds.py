@@ -105,11 +105,12 @@ def flag(name: str, *, off: str = "", only: str = "") -> Feature:
         counts = compared == only if only else compared not in off.split()
         return f"{flag.name} {value}".rstrip() if counts else ""
 
+    label = name if name.startswith("--") else f"--…{name}…"
     if only:
-        return Feature(f"{name} {only}", shown)
+        return Feature(f"{label} {only}", shown)
     if off:
-        return Feature(f"{name} other than {off.split()[0]}", shown)
-    return Feature(name, shown)
+        return Feature(f"{label} other than {off.split()[0]}", shown)
+    return Feature(label, shown)
 
 
 def other_than(name: str, needed: str) -> Feature:

@@ -52,6 +52,7 @@ _INTRODUCTION = """\
 
 `ngrpo train`, its `--dry-run`, `ngrpo compare` (each arm), vLLM's engine, verl and TRL look at this table before
 anything starts. `ngrpo list compatibility` prints it. Every pair that is not here may be combined.
+`--…WORD…` is any flag with this word in its name.
 """
 
 
