@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A reward for `examples/prompts.jsonl`: 1 where the last number of a response equals the label, else 0.
 
-OpenRLHF calls `reward_func` with a batch of responses. `ngrpo train --reward.remote_url examples/reward.py`.
+OpenRLHF calls `reward_func` with lists, of one response each time:
+
+    ngrpo train --reward.remote_url examples/reward.py ...
 """
 
 from __future__ import annotations

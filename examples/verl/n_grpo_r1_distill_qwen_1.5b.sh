@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # N-GRPO (arXiv 2606.10768) on DeepSeek-R1-Distill-Qwen-1.5B with verl 0.9.1, on 8 GPUs. Not yet run on a GPU.
-# The same numbers as examples/recipes/n_grpo_r1_distill_qwen_1.5b.yaml, which comments on the paper's values.
+# The numbers of examples/recipes/n_grpo_r1_distill_qwen_1.5b.yaml, which comments on the paper's values.
 # Before: ngrpo data deepscaler && ngrpo data aime2024, and for both
 #   python examples/verl/to_parquet.py data/deepscaler.jsonl data/deepscaler.parquet
 set -euo pipefail
@@ -34,8 +34,15 @@ python -m verl.trainer.main_ppo \
     actor_rollout_ref.actor.kl_loss_coef=0.01 \
     actor_rollout_ref.actor.kl_loss_type=low_var_kl \
     actor_rollout_ref.actor.optim.lr=1e-6 \
+    actor_rollout_ref.actor.optim.lr_scheduler_type=cosine \
+    actor_rollout_ref.actor.optim.lr_warmup_steps_ratio=0.03 \
+    actor_rollout_ref.actor.optim.min_lr_ratio=0.1 \
+    actor_rollout_ref.rollout.val_kwargs.do_sample=True \
+    actor_rollout_ref.rollout.val_kwargs.temperature=0.6 \
+    actor_rollout_ref.rollout.val_kwargs.n=4 \
     trainer.n_gpus_per_node=8 \
     trainer.nnodes=1 \
     trainer.total_epochs=1 \
     trainer.test_freq=25 \
+    trainer.save_freq=25 \
     "$@"

@@ -38,11 +38,19 @@ def about_checkpoints(args: Args) -> str:
     space = "below 1 GB"
     if size > _GB / 10:
         space = f"{size * number / _GB:.0f} GB, {number} of {size / _GB:.1f} GB each"
-    return f"checkpoints in {folder} take {space} (one every {steps} steps, --ckpt.max_num {number})"
+    copies = ""
+    if args["ckpt.save_hf"]:
+        copies = f"; each leaves a model of {saved_model_bytes(args) / _GB:.1f} GB, and OpenRLHF deletes none of these"
+    return f"checkpoints in {folder} take {space} (one every {steps} steps, --ckpt.max_num {number}){copies}"
 
 
 def checkpoint_bytes(args: Args) -> float | None:
-    """The size of one checkpoint, with the weights and the optimizer states of actor and critic; None where unknown."""
+    """The size of one of DeepSpeed's checkpoints, with the weights and the optimizer states of actor and critic.
+
+    None where it is unknown; 0 where OpenRLHF saves none (``--ckpt.disable_ds``).
+    """
+    if args["ckpt.disable_ds"]:
+        return 0.0
     names = [args[f"{role}.model_name_or_path"] for role in ("actor", "critic")]
     sizes = [architecture.size_of(name) for name in names if name]
     known = [size for size in sizes if size is not None]
@@ -51,12 +59,19 @@ def checkpoint_bytes(args: Args) -> float | None:
     weights = sum(weight_bytes(size, args) for size in known)
     if args["ds.param_dtype"] == "fp32":
         weights *= 2
-    # With LoRA, DeepSpeed's checkpoint has the frozen weights too, and a saved folder the adapters alone.
-    trained = sum(trained_parameters(size, args) for size in known)
-    stored = 0.0 if args["ckpt.disable_ds"] else weights + _STATES * trained
-    if args["ckpt.save_hf"]:
-        stored += 2 * trained
-    return stored
+    # With LoRA it has the frozen weights too.
+    return weights + _STATES * sum(trained_parameters(size, args) for size in known)
+
+
+def saved_model_bytes(args: Args) -> float:
+    """The size of the model that a checkpoint leaves in Hugging Face's format; with LoRA, of the adapters.
+
+    0 where it is unknown, or none is left.
+    """
+    size = architecture.size_of(args["actor.model_name_or_path"])
+    if size is None or not args["ckpt.save_hf"]:
+        return 0.0
+    return 2 * trained_parameters(size, args)
 
 
 def check_disk(args: Args, machine: Machine | None) -> str | None:
@@ -70,7 +85,8 @@ def check_disk(args: Args, machine: Machine | None) -> str | None:
     kept = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())  # the oldest of them is replaced
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     free = disk_usage(existing).free
-    needed = size * args["ckpt.max_num"]
+    # How many models are left depends on the number of steps: the first of them must fit.
+    needed = size * args["ckpt.max_num"] + saved_model_bytes(args)
     if needed > free + kept:
         raise UsageError(
             f"--ckpt.path {args['ckpt.path']}: {args['ckpt.max_num']} checkpoints take {needed / _GB:.0f} GB, and its"
