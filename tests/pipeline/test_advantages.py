@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from ngrpo import patches
 from ngrpo.config.run import RunConfig, Sampling, begin
@@ -190,7 +191,8 @@ def sampled(module: Any) -> dict[str, list[float]]:
         rollout=SimpleNamespace(n_samples_per_prompt=2, batch_size=1),
         vllm=SimpleNamespace(enable_sleep=False),
     )
-    generator = module.SamplesGenerator(SimpleNamespace(args=args), [1], [1], None, [engine])
+    prompts = DataLoader([1])
+    generator = module.SamplesGenerator(SimpleNamespace(args=args), prompts, prompts, None, [engine])
 
     def generate_vllm(**kwargs: Any) -> Any:
         for word in ("dataloader_iter", "num_prompts", "dynamic_filtering"):
