@@ -123,6 +123,7 @@ def test_experts_are_replayed_through_adapters_of_attention(
 ) -> None:
     """Also with packed samples, and a reference model that replays the same experts."""
     words = ["--replay.routing", "--ds.packing_samples", "--actor.gradient_checkpointing_enable"]
+    words += ["--ds.lora.target_modules", "q_proj", "k_proj", "v_proj", "o_proj"]
     steps = steps_of(tmp_path, str(tied), *perturbation, *words, "--algo.kl.init_coef", "1e-3")
     assert len(steps) == 4
     for step in steps:
