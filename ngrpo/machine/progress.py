@@ -17,7 +17,8 @@ from typing import TextIO
 
 from ngrpo.machine.upstream.log_phases import DRAWING, Status, status_of
 
-_OURS = re.compile(r"\bngrpo: (.*)")
+# Ray adds to a line that several processes write how often it was repeated.
+_OURS = re.compile(r"\bngrpo: (.*?)(?:\x1b\[\d+m \[repeated \d+x across cluster\].*)?$")
 _PHASE = re.compile(r"(?P<text>.*?)(?:: (?P<done>\d+) of (?P<total>\d+))? …$")
 # Ray's name of a process. A progress bar begins with a carriage return, which parts it from the name before it.
 _ACTOR = re.compile(r"\(\w+ pid=[^)]*\)")

@@ -126,3 +126,13 @@ def test_upstream_logs_the_line(phase: Phase) -> None:
         pytest.skip(f"{package} is not installed")
     source = (Path(spec.origin).parent / file).read_text(encoding="utf-8")
     assert phase.quoted in source
+
+
+def test_a_phase_that_ray_repeats_is_no_line_for_the_user() -> None:
+    screen = io.StringIO()
+    repeated = "\x1b[32m [repeated 2x across cluster] (Ray deduplicates logs by default.)"
+    progress.show_progress(
+        ["(Worker pid=7) ngrpo: importing torch …", f"(Worker pid=8) ngrpo: importing torch …{repeated}"], screen
+    )
+    assert screen.getvalue().count("importing torch") == 1
+    assert "repeated" not in screen.getvalue()
