@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``python -m benchmarks.smallest_cards``: the tables of docs/clusters.md, one GPU for each model, by estimate."""
 
+from collections.abc import Sequence
+
 from benchmarks.markdown import table_lines
 from ngrpo.commands.doctor import planned_flags
 from ngrpo.machine.hardware import gpu_plan, host_plan
@@ -10,6 +12,7 @@ from ngrpo.machine.upstream import placement
 CARDS = (16, 24, 32, 40, 48, 80, 96, 141, 180)  # GB
 LENGTHS = (2048, 8192)
 LORA = ("--ds.lora.rank", "16")
+QLORA = (*LORA, "--ds.load_in_4bit")
 NO_REFERENCE = ("--algo.kl.init_coef", "0")
 _OFFLOAD = "--ds.adam_offload"
 
@@ -42,12 +45,12 @@ def plain_cells(model: str) -> list[str]:
     return cells
 
 
-def lora_cells(model: str) -> list[str]:
-    """The cards of a training with LoRA, with a reference model and without one, for each of LENGTHS."""
+def adapter_cells(model: str, words: Sequence[str]) -> list[str]:
+    """The cards of a training with LORA or QLORA, with a reference model and without one, for each of LENGTHS."""
     cells = []
     for length in LENGTHS:
-        cells.append(smallest(model, length, *LORA, offload=False))
-        cells.append(smallest(model, length, *LORA, *NO_REFERENCE, offload=False))
+        cells.append(smallest(model, length, *words, offload=False))
+        cells.append(smallest(model, length, *words, *NO_REFERENCE, offload=False))
     return cells
 
 
@@ -57,9 +60,9 @@ def table() -> str:
     return _markdown(f"with `{_OFFLOAD}`", rows)
 
 
-def lora_table() -> str:
-    """The models by size, with adapters of rank 16 on all linear layers."""
-    rows = {f"{model} with LoRA": lora_cells(model) for model in by_size()}
+def adapter_table(name: str, words: Sequence[str]) -> str:
+    """The models by size, with adapters of rank 16 on all linear layers; ``name`` is what the rows call them."""
+    rows = {f"{model} with {name}": adapter_cells(model, words) for model in by_size()}
     return _markdown("without a reference", rows)
 
 
@@ -80,4 +83,6 @@ def by_size() -> list[str]:
 if __name__ == "__main__":
     print(table())
     print()
-    print(lora_table())
+    print(adapter_table("LoRA", LORA))
+    print()
+    print(adapter_table("QLoRA", QLORA))

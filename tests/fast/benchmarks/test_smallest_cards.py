@@ -17,7 +17,7 @@ def row_of(model: str) -> list[str]:
 
 def test_every_model_has_its_row() -> None:
     for model in architecture.size_table():
-        assert len(row_of(model)) == len(row_of(f"{model} with LoRA")) == 4
+        assert len(row_of(model)) == len(row_of(f"{model} with LoRA")) == len(row_of(f"{model} with QLoRA")) == 4
 
 
 @pytest.mark.more
@@ -26,4 +26,5 @@ def test_the_smallest_cards_are_planned_by_this_tree(model: str, monkeypatch: py
     pytest.importorskip("openrlhf")
     monkeypatch.setenv("RAY_ADDRESS", "local")
     assert row_of(model) == smallest_cards.plain_cells(model), "python -m benchmarks.smallest_cards prints the table"
-    assert row_of(f"{model} with LoRA") == smallest_cards.lora_cells(model)
+    assert row_of(f"{model} with LoRA") == smallest_cards.adapter_cells(model, smallest_cards.LORA)
+    assert row_of(f"{model} with QLoRA") == smallest_cards.adapter_cells(model, smallest_cards.QLORA)
