@@ -79,18 +79,8 @@ def described(name: str) -> str:
 
     Raises ``UsageError`` where no kind has the name, or it cannot be loaded.
     """
-    homes = [kind_registry for kind_registry in FLAGS if name in kind_registry.available()]
-    if not homes and ":" not in name and not name.endswith(".py"):
-        names = [registered for kind_registry in FLAGS for registered in kind_registry.available()]
-        raise UsageError(f"ngrpo list {name}: nothing has this name.{nearest(name, names)} All of them: ngrpo list.")
-    if not homes:  # a user's file or module; where no kind takes it, the error is that of the first one
-        for kind_registry in FLAGS:
-            with suppress(UsageError):
-                kind_registry.get(name)
-                homes = [kind_registry]
-                break
     texts = []
-    for kind_registry in homes or [registry.perturbations]:
+    for kind_registry in _kinds_of(name, f"ngrpo list {name}"):
         cls = kind_registry.get(name)
         own = own_options(kind_registry, cls)
         texts.append(f"{_heading(kind_registry, name, [kind_registry.kind])}\n{inspect.cleandoc(docstring(cls))}")
@@ -102,6 +92,27 @@ def described(name: str) -> str:
             texts.append(f"and of the gate, as every perturbation: {', '.join(of_gate)} (ngrpo train --help)")
             kind_registry.check_complete(cls, name)
     return "\n\n".join(texts)
+
+
+def _kinds_of(name: str, command: str) -> list[registry.Registry]:
+    """The registries that have a name, or the first one that takes a user's file or module.
+
+    Where none takes the file, it is the perturbations', whose error is then the user's.
+
+    Raises:
+        UsageError: for a name that none has; it begins with ``command``.
+    """
+    homes = [kind_registry for kind_registry in FLAGS if name in kind_registry.available()]
+    if homes:
+        return homes
+    if ":" not in name and not name.endswith(".py"):
+        names = [registered for kind_registry in FLAGS for registered in kind_registry.available()]
+        raise UsageError(f"{command}: no method has this name.{nearest(name, names)} All of them: ngrpo list.")
+    for kind_registry in FLAGS:
+        with suppress(UsageError):
+            kind_registry.get(name)
+            return [kind_registry]
+    return [registry.perturbations]
 
 
 def _heading(kind_registry: registry.Registry, name: str, notes: list[str]) -> str:
@@ -174,17 +185,8 @@ def _words_after_help(argv: Sequence[str]) -> list[str]:
 
 def _sections_of_name(name: str) -> list[str]:
     """The section of each method of this name, of whichever kind."""
-    sections = [
-        _method_section(kind_registry, root, name)
-        for kind_registry, root in FLAGS.items()
-        if name in kind_registry.available()
-    ]
-    if not sections:
-        all_names = [other for kind_registry in FLAGS for other in kind_registry.available()]
-        raise UsageError(
-            f"ngrpo train --help {name}: no method has this name.{nearest(name, all_names)} All of them: ngrpo list."
-        )
-    return sections
+    kinds_with_it = _kinds_of(name, f"ngrpo train --help {name}")
+    return [_method_section(kind_registry, FLAGS[kind_registry], name) for kind_registry in kinds_with_it]
 
 
 def _method_section(kind_registry: registry.Registry, root: str, name: str) -> str:
