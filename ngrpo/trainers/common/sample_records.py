@@ -3,9 +3,9 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -16,6 +16,8 @@ from perturbations import seeds
 from perturbations.errors import require
 from perturbations.replay import ReplayRecord, packing
 from perturbations.replay.trajectory import FinishedTrajectory, UnperturbedAnswer
+
+_Entry = TypeVar("_Entry")
 
 
 class EngineCheck:
@@ -311,11 +313,7 @@ class TwoRounds:
 
 def two_rounds(side_inputs: Sequence[Any] | None, batch: int) -> list[TwoRounds | None]:
     """The two rounds of each sample of a batch, None if the first was enough."""
-    rounds: list[TwoRounds | None] = []
-    for entries in side_inputs or [None] * batch:
-        data = (entries or {}).get(SECOND_ROUND)
-        rounds.append(None if data is None else TwoRounds.unpack(data))
-    return rounds
+    return _entry_of_each(side_inputs, batch, SECOND_ROUND, TwoRounds.unpack)
 
 
 @dataclass(frozen=True)
@@ -344,8 +342,15 @@ class RequestedDraws:
 
 def requested_draws(side_inputs: Sequence[Any] | None, batch: int) -> list[RequestedDraws | None]:
     """What the schedule of each sample of a batch goes by, None where its request was not recorded."""
-    requests: list[RequestedDraws | None] = []
+    return _entry_of_each(side_inputs, batch, REQUESTED_DRAWS, RequestedDraws.unpack)
+
+
+def _entry_of_each(
+    side_inputs: Sequence[Any] | None, batch: int, name: str, unpacked: Callable[[bytes], _Entry]
+) -> list[_Entry | None]:
+    """One entry of each sample's dictionary, unpacked; None for a sample without it."""
+    found: list[_Entry | None] = []
     for entries in side_inputs or [None] * batch:
-        data = (entries or {}).get(REQUESTED_DRAWS)
-        requests.append(None if data is None else RequestedDraws.unpack(data))
-    return requests
+        data = (entries or {}).get(name)
+        found.append(None if data is None else unpacked(data))
+    return found
