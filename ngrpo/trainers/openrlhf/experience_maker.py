@@ -66,8 +66,10 @@ class MeasuringExperienceMaker(Upstream):
         experiences = super().make_experience_batch(rollout_samples)
         gaps = None
         if run.perturbation is not None or run.has_side_records:
-            measures, gaps = replay_measures(self, experiences)  # before the update
-            self.note(measures)
+            trajectories, log_probs = both_sides(self, experiences)
+            self.note(replay_measures(self, trajectories, log_probs))  # before the update
+            if ages is not None:
+                gaps = mismatch.gaps_of_samples(trajectories, log_probs)
         if ages is not None:
             self.note(staleness_measures(experiences, ages, gaps))
         if run.changes_rollout_policy:
@@ -127,11 +129,12 @@ class MeasuringExperienceMaker(Upstream):
 # ---- the training–inference mismatch -------------------------------------------------------------------------------
 
 
-def replay_measures(maker: Any, experiences: Sequence[Experience]) -> tuple[dict[str, float], list[np.ndarray]]:
-    """Measures the training–inference mismatch before the update; ``ReplayGap`` if it is too large in a strict run.
+def both_sides(
+    maker: Any, experiences: Sequence[Experience]
+) -> tuple[list[FinishedTrajectory | None], list[np.ndarray]]:
+    """Each sample's trajectory, and the trainer's log-probabilities of its tokens, as of :func:`log_probs_by_position`.
 
-    Returns:
-        The measures, and the gaps of each sample's trained tokens, in the order of the micro-batches.
+    Both are in the order of the micro-batches.
     """
     perturbation = current_run().perturbation
     token_log_probs = [experience.action_log_probs for experience in experiences]
@@ -143,7 +146,17 @@ def replay_measures(maker: Any, experiences: Sequence[Experience]) -> tuple[dict
     for experience, of_batch in zip(experiences, token_log_probs):
         trajectories.extend(sample_records.unpack(experience.mm_train_inputs))
         log_probs.extend(log_probs_by_position(experience, of_batch))
-    measures = mismatch.step_metrics(trajectories, log_probs, perturbation)
+    return trajectories, log_probs
+
+
+def replay_measures(
+    maker: Any, trajectories: Sequence[FinishedTrajectory | None], log_probs: Sequence[np.ndarray]
+) -> dict[str, float]:
+    """Measures the training–inference mismatch before the update; ``ReplayGap`` if it is too large in a strict run.
+
+    The samples are those of :func:`both_sides`.
+    """
+    measures = mismatch.step_metrics(trajectories, log_probs, current_run().perturbation)
     if not maker.strategy.args.vllm.enable_prefix_caching:
         measures.pop("perturbation/prefix_hit_rate", None)
     if gap_scale(maker).is_needed:
@@ -151,7 +164,7 @@ def replay_measures(maker: Any, experiences: Sequence[Experience]) -> tuple[dict
         if gap is not None:
             measures["perturbation/gap_unperturbed_mean"] = gap
     judge(maker, measures)
-    return measures, mismatch.gaps_of_samples(trajectories, log_probs)
+    return measures
 
 
 def staleness_measures(
