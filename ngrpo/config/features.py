@@ -27,6 +27,7 @@ from ngrpo.config.feature_kinds import (
     verl,
     when,
 )
+from ngrpo.config.lora_check import TARGET_MODULES
 from ngrpo.machine.models import architecture
 from ngrpo.machine.upstream.openrlhf_flags import SIZES, Flags
 from ngrpo.methods.advantages.base import VerifiedAdvantage
@@ -184,7 +185,6 @@ EVAL_AT_START = when("--eval.at_start", lambda combination: combination.run.eval
 LORA = flag("--ds.lora.rank", off="0")
 WITHOUT_LORA = when("no --ds.lora.rank", lambda combination: not LORA.shown(combination))
 _EMBEDDINGS = ("embed_tokens", "wte", "embeddings", "word_embeddings")
-_TARGET_MODULES = "--ds.lora.target_modules"
 
 
 def adapts_embedding(lora: Any) -> bool:
@@ -200,14 +200,14 @@ def _is_embedding(module: str) -> bool:
     return module.split(".")[-1] in _EMBEDDINGS
 
 
-@partial(Feature, f"{_TARGET_MODULES} with the input embedding")
+@partial(Feature, f"{TARGET_MODULES} with the input embedding")
 def lora_on_embedding(combination: Combination) -> str:
     if not LORA.shown(combination):
         return ""
-    flag = combination.last(lambda flag: flag.name == _TARGET_MODULES)
+    flag = combination.last(lambda flag: flag.name == TARGET_MODULES)
     modules = () if flag is None else flag.values
     embeddings = [module for module in modules if _is_embedding(module)]
-    return f"{_TARGET_MODULES} {' '.join(embeddings)}" if embeddings else ""
+    return f"{TARGET_MODULES} {' '.join(embeddings)}" if embeddings else ""
 
 
 # --- methods ----------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from ngrpo.machine.models import architecture
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from perturbations.errors import UsageError
 
-FLAG = "--ds.lora.target_modules"
+TARGET_MODULES = "--ds.lora.target_modules"
 _EVERY_LINEAR = "all-linear"
 
 
@@ -23,14 +23,14 @@ def check_target_modules(flags: Flags, config_path: Path | None) -> None:
         flags: OpenRLHF's.
         config_path: the model's config.json; without one, nothing is compared.
     """
-    named = [flag.values for flag in flags if flag.name == FLAG]
+    named = [flag.values for flag in flags if flag.name == TARGET_MODULES]
     if not named or flags.or_default("--ds.lora.rank") == "0" or config_path is None:
         return
     targets = named[-1]
     if _EVERY_LINEAR in targets:
         raise UsageError(
-            f"{FLAG} {' '.join(targets)}: PEFT takes {_EVERY_LINEAR} for a module's name if the flag gives it. Leave"
-            " the flag out: adapters on all linear layers but the head are its default."
+            f"{TARGET_MODULES} {' '.join(targets)}: PEFT takes {_EVERY_LINEAR} for a module's name if the flag gives"
+            " it. Leave the flag out: adapters on all linear layers but the head are its default."
         )
     modules = architecture.adaptable_modules(config_path)
     if modules is None:
@@ -42,8 +42,8 @@ def check_target_modules(flags: Flags, config_path: Path | None) -> None:
     close = [match for target in unknown for match in get_close_matches(target, allowed, n=1)]
     hint = f" Did you mean {' '.join(close)}?" if close else ""
     raise UsageError(
-        f"{FLAG} {' '.join(unknown)}: the model has no such module that can get an adapter.{hint} Give some of"
-        f" {', '.join(allowed)}, or leave the flag out for all linear layers but the head."
+        f"{TARGET_MODULES} {' '.join(unknown)}: the model has no such module that can get an adapter.{hint} Give some"
+        f" of {', '.join(allowed)}, or leave the flag out for all linear layers but the head."
     )
 
 

@@ -108,11 +108,10 @@ class Sampling(Options):
 
     def given(self) -> dict[str, Any]:
         """The settings that are on. A staleness of 0 is: it leaves out every response of earlier weights."""
-        return {
-            name: value
-            for name, value in self.spec().items()
-            if (value is not None if name == "max_staleness" else value)
-        }
+        settings = {name: value for name, value in self.spec().items() if value}
+        if self.max_staleness is not None:
+            settings["max_staleness"] = self.max_staleness
+        return settings
 
     def masks(self) -> dict[str, Any]:
         """``top_k`` and ``min_p``, where set."""
