@@ -8,11 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.models import tiny
 from tests.conftest import ROOT
 from tests.pipeline.harness import GAP, completed, train
 from tests.pipeline.test_faults import killed_and_resumed, later_steps
-from tests.stack.tiny_models import tie_experts
 
 LETTERS = ["--reward.remote_url", str(ROOT / "tests/pipeline/user_files/first_letters.py")]
 # The learning rate moves B so far in a step that engines with the adapter of the step before show in the gap.
@@ -102,15 +100,6 @@ def test_four_bit_weights(tmp_path: Path, random_model: str) -> None:
     assert resumed == later_steps(tmp_path / "whole")
 
 
-@pytest.fixture(scope="module")
-def tied(tmp_path_factory: pytest.TempPathFactory, smollm2: str) -> Path:
-    """A mixture whose experts are nearly tied, so that engine and trainer alone choose different ones."""
-    folder = tmp_path_factory.mktemp("tied")
-    tiny.build("qwen3_moe", folder, Path(smollm2), torch.float32)
-    tie_experts(folder)
-    return folder
-
-
 @pytest.mark.parametrize(
     "perturbation",
     [
@@ -119,12 +108,12 @@ def tied(tmp_path_factory: pytest.TempPathFactory, smollm2: str) -> Path:
     ],
 )
 def test_experts_are_replayed_through_adapters_of_attention(
-    tmp_path: Path, tied: Path, perturbation: list[str]
+    tmp_path: Path, tied_experts: Path, perturbation: list[str]
 ) -> None:
     """Also with packed samples, and a reference model that replays the same experts."""
     words = ["--replay.routing", "--ds.packing_samples", "--actor.gradient_checkpointing_enable"]
     words += ["--ds.lora.target_modules", "q_proj", "k_proj", "v_proj", "o_proj"]
-    steps = steps_of(tmp_path, str(tied), *perturbation, *words, "--algo.kl.init_coef", "1e-3")
+    steps = steps_of(tmp_path, str(tied_experts), *perturbation, *words, "--algo.kl.init_coef", "1e-3")
     assert len(steps) == 4
     for step in steps:
         assert max(step["gap_plain_max"], step.get("gap_perturbed_max", 0.0)) <= GAP, step

@@ -9,12 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import load_file
 
-from benchmarks.models import tiny
 from tests.pipeline.harness import GAP, LOUD, ROOT, steps_of
-from tests.stack.tiny_models import tie_experts
 
 LETTERS = ["--reward.remote_url", str(ROOT / "tests/pipeline/user_files/first_letters.py")]
 SHARDED = "--ds.zero_stage 3 --actor.num_gpus_per_node 2 --rollout.micro_batch_size 4 --train.micro_batch_size 4"
@@ -22,34 +19,26 @@ WHOLE = "--algo.kl.init_coef 1e-3 --algo.kl.use_loss --algo.kl.estimator k3 --ac
 MASKED = "--advantage ngrpo --credit top_entropy --sampling.top_k 20 --sampling.min_p 0.1 --ds.packing_samples"
 
 
-@pytest.fixture(scope="module")
-def tied(tmp_path_factory: pytest.TempPathFactory, smollm2: str) -> Path:
-    folder = tmp_path_factory.mktemp("tied")
-    tiny.build("qwen3_moe", folder, Path(smollm2), torch.float32)
-    tie_experts(folder)
-    return folder
-
-
-def trained_on_its_experts(folder: Path, tied: Path, *words: str) -> list[dict[str, Any]]:
+def trained_on_its_experts(folder: Path, tied_experts: Path, *words: str) -> list[dict[str, Any]]:
     """The steps of a run whose replay was exact, and whose routers learned."""
-    steps = steps_of(folder, str(tied), *LOUD, "--replay.routing", *words)
+    steps = steps_of(folder, str(tied_experts), *LOUD, "--replay.routing", *words)
     for step in steps:
         assert step.get("ratio_mean", 1.0) == pytest.approx(1.0, abs=1e-3)
         assert max(step["gap_plain_max"], step.get("gap_perturbed_max", 0.0)) <= GAP, step
     assert steps[0]["gap_unperturbed_mean"] <= GAP, "the alarm's scale is of replayed experts too"
-    before, after = (load_file(each / "model.safetensors") for each in (tied, folder / "model"))
+    before, after = (load_file(each / "model.safetensors") for each in (tied_experts, folder / "model"))
     moved = [name for name in before if name.endswith("mlp.gate.weight") and not before[name].equal(after[name])]
     assert len(moved) == 2
     return steps
 
 
-def test_with_ngrpo_masks_and_packed_samples(tmp_path: Path, tied: Path) -> None:
+def test_with_ngrpo_masks_and_packed_samples(tmp_path: Path, tied_experts: Path) -> None:
     """Both near-equal names at once, neighbor mixing and NGRPO.
 
     No answer is right. With n = 1 and four answers, all-wrong groups get -0.2/√0.2, which is -√0.2 (tests/fast).
     Log-probabilities are those before the masks, on both sides.
     """
-    steps = trained_on_its_experts(tmp_path, tied, *f"--perturbation neighbor {MASKED} {WHOLE}".split())
+    steps = trained_on_its_experts(tmp_path, tied_experts, *f"--perturbation neighbor {MASKED} {WHOLE}".split())
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["advantage"] == {"name": "ngrpo", "n": 1, "max_reward": 1.0}
     assert summary["sampling"] == {
@@ -70,5 +59,5 @@ def test_with_ngrpo_masks_and_packed_samples(tmp_path: Path, tied: Path) -> None
 
 @pytest.mark.slow
 @pytest.mark.parametrize("words", ["--perturbation none", f"--perturbation neighbor --algo.kl.init_coef 0 {SHARDED}"])
-def test_ties_are_replayed_and_the_router_learns(words: str, tmp_path: Path, tied: Path) -> None:
-    trained_on_its_experts(tmp_path, tied, *LETTERS, *words.split())
+def test_ties_are_replayed_and_the_router_learns(words: str, tmp_path: Path, tied_experts: Path) -> None:
+    trained_on_its_experts(tmp_path, tied_experts, *LETTERS, *words.split())
