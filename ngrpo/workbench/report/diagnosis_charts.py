@@ -164,7 +164,7 @@ def _axes_chart(arms: Sequence[_Axes]) -> Chart:
 def embedding_map(diagnosis: Mapping[str, Any], series: Mapping[str, Series]) -> dict[str, Any] | None:
     """Tokens and their perturbed copies in the plane of two principal components, one panel per perturbation.
 
-    Copies related and unrelated to their token differ in shape and colour.
+    Copies related and unrelated to their token differ in shape and color.
     """
     map_data = dig(diagnosis, "embedding_map")
     tokens = _placed([{**row, "index": index} for index, row in enumerate(rows(map_data, "tokens"))])

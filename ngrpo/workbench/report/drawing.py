@@ -31,7 +31,7 @@ _BOTTOM = 46
 class Series:
     """An arm and its number in the list; 0 is the baseline or the first.
 
-    Two arms differ in dash, or in the marker's shape or fill, and never in colour alone.
+    Two arms differ in dash, or in the marker's shape or fill, and never in color alone.
     """
 
     index: int
