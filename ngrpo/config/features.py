@@ -187,7 +187,7 @@ WITHOUT_LORA = when("no --ds.lora.rank", lambda combination: not LORA.shown(comb
 _EMBEDDINGS = ("embed_tokens", "wte", "embeddings", "word_embeddings")
 
 
-def adapts_embedding(lora: Any) -> bool:
+def adapts_embedding(lora: object) -> bool:
     """Whether adapters may hold a part for the input embedding; without target modules they may hold any."""
     if lora is None:
         return False

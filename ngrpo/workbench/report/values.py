@@ -3,7 +3,7 @@
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jinja2 import Undefined
@@ -40,7 +40,7 @@ def number(data: object, *keys: str) -> float | None:
     return float(value) if abs(value) <= _LARGEST else None  # NaN compares as false
 
 
-def ends(interval: Any) -> tuple[float, float] | None:
+def ends(interval: Sequence[object] | None) -> tuple[float, float] | None:
     """Both ends of an interval, None where one is missing."""
     if not interval:
         return None
