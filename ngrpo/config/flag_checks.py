@@ -393,6 +393,20 @@ def check_rows(flags: Flags) -> str | None:
     return None
 
 
+def few_rows_notes(flags: Flags) -> list[str]:
+    """A warning where a pass has fewer rows than a step takes, so that every step is smaller than the flags say."""
+    args = flags.args
+    rows = _row_count(flags, args)
+    prompts = _prompts_per_step(args)
+    if rows is None or rows >= prompts:
+        return []
+    responses = rows * args["rollout.n_samples_per_prompt"]
+    return [
+        f"{rows} rows are fewer than the {prompts} prompts of a step (--rollout.batch_size), so each pass is one step"
+        f" of {responses} responses. Give more rows, or --rollout.batch_size {rows}."
+    ]
+
+
 def last_step_notes(flags: Flags) -> list[str]:
     """Warnings about the last step of a pass: rows that are left out, or that it may hang."""
     args = flags.args

@@ -200,6 +200,7 @@ NOTES: tuple[Callable[[CompleteRun], Iterable[str]], ...] = (
     centering_notes,
     staleness_notes,
     loss_notes,
+    lambda complete: flag_checks.few_rows_notes(complete.flags),
     lambda complete: flag_checks.last_step_notes(complete.flags),
     stretches.notes,
     lambda complete: input_checks.template_notes(complete.flags),

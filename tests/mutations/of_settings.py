@@ -11,6 +11,7 @@ _GROUPS = "commands/test_dry_run.py::test_the_ranks_of_a_ring_have_the_same_resp
 _GROUPS += " commands/test_dry_run.py::test_placement_is_that_of_openrlhfs_own_program"
 _PLANS = "machine/upstream/test_placement.py::test_plans_that_cannot_work"
 _PLANS += " machine/upstream/test_placement.py::test_engines_of_their_own_leave_room_for_a_context"
+_PLANS += " machine/upstream/test_placement.py::test_a_colocated_script_without_sleep_is_told_the_flags_with_which_it_fits"
 _FOLDER = "workbench/evaluate/test_evaluation.py"
 _SAMPLES = "workbench/evaluate/test_sample_comparison.py"
 _POLICY = "workbench/evaluate/test_engine.py"
@@ -76,6 +77,7 @@ MUTATIONS = {
             "rows: of several files beyond the limit",
         ),
         ("rows * responses * epochs < batch", "rows * responses < batch", "rows: episodes are not counted"),
+        ("if rows is None or rows >= prompts:", "if rows is None or rows > prompts:", "rows: as many as a step takes"),
     ],
     ("ngrpo/machine/hardware/gpu_plan.py", _MEMORY): [
         ("states = 12 * split", "states = 8 * split", "memory: no master copy"),
@@ -101,6 +103,9 @@ MUTATIONS = {
             "memory: the smallest share that fits",
         ),
         ("and share > _MOST_AWAKE:", "and share >= 1.0:", "an engine that does not sleep takes all"),
+        ("savings.insert(0, _TURNS)", "pass", "memory: sleep is not offered with another saving"),
+        ("if fits({**args, **_TURNS.args}, gpu):", "if False:", "memory: a smaller engine is offered before sleep"),
+        ("changed |= saving.args", "changed = {**args, **saving.args}", "memory: one saving of several is looked at"),
     ],
     ("ngrpo/machine/hardware/host_plan.py", _HOST): [
         ("return min(limits)", "return max(limits)", "host: a cgroup's limit"),

@@ -8,8 +8,9 @@ moments.
 """
 
 from dataclasses import dataclass
-from itertools import product
+from itertools import combinations, product
 from math import ceil, gcd
+from typing import NamedTuple
 
 from ngrpo.machine.hardware.lora_plan import trained_parameters, weight_bytes
 from ngrpo.machine.models import architecture
@@ -322,6 +323,33 @@ def _ranks(flags: Flags, nodes: int, per_node: int) -> dict[str, Default]:
     return {f"--{role}.{name}": size for role in roles for name, size in sizes.items()}
 
 
+class _Saving(NamedTuple):
+    """Flags that make a run take less GPU memory.
+
+    Attributes:
+        flags: as a user writes them.
+        args: the same as OpenRLHF's settings.
+        effect: what they do, as the end of "with which ...".
+    """
+
+    flags: str
+    args: dict[str, bool]
+    effect: str
+
+
+_TURNS = _Saving(
+    "--vllm.enable_sleep --ds.enable_sleep",
+    {"vllm.enable_sleep": True, "ds.enable_sleep": True},
+    "engines and trainer take turns",
+)
+_CHECKPOINTING = _Saving(
+    "--actor.gradient_checkpointing_enable",
+    {"actor.gradient_checkpointing_enable": True},
+    "activations are computed again in the backward pass",
+)
+_OFFLOAD = _Saving("--ds.adam_offload", {"ds.adam_offload": True}, "optimizer states stay on the host")
+
+
 def notes(args: Args, machine: Machine | None) -> list[str]:
     """Warnings about a model of unknown size, and a placement that by its estimate does not fit; none without GPUs."""
     if machine is None:
@@ -333,11 +361,31 @@ def notes(args: Args, machine: Machine | None) -> list[str]:
         return [_unknown_size(name) for name in unknown]
     if fits(args, machine.memory):
         return []
-    subject = f"{args['actor.model_name_or_path']} does not fit on {machine}, by the estimate that --dry-run prints."
-    smaller = _fitting_share(args, machine.memory)
+    name = args["actor.model_name_or_path"]
+    remedy = _remedy(args, machine.memory)
+    return [f"{name} does not fit on {machine}, by the estimate that --dry-run prints. Fix: {remedy}."]
+
+
+def _remedy(args: Args, gpu: float) -> str:
+    """What makes a placement fit on GPUs of ``gpu`` bytes: the fewest flags, or more GPUs where no flags do."""
+    savings = [_CHECKPOINTING, _OFFLOAD]
+    if placement.is_hybrid(args):
+        savings.insert(0, _TURNS)
+        if fits({**args, **_TURNS.args}, gpu):
+            return f"{_TURNS.flags}, with which {_TURNS.effect}"
+    smaller = _fitting_share(args, gpu)
     if smaller is not None:
-        return [f"{subject} Fix: {_SHARE} {smaller:g}."]
-    return [f"{subject} Fix: more GPUs, a smaller --data.max_len, --ds.adam_offload, or a smaller model."]
+        return f"{_SHARE} {smaller:g}"
+    for count in range(1, len(savings) + 1):
+        for chosen in combinations(savings, count):
+            changed = dict(args)
+            for saving in chosen:
+                changed |= saving.args
+            if fits(changed, gpu):
+                flags = " ".join(saving.flags for saving in chosen)
+                effects = ", and ".join(saving.effect for saving in chosen)
+                return f"{flags}, with which {effects}"
+    return "more GPUs, a smaller --data.max_len, or a smaller model"
 
 
 def _fitting_share(args: Args, gpu: float) -> float | None:

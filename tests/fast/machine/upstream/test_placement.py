@@ -164,6 +164,29 @@ def test_engines_of_their_own_leave_room_for_a_context(shape: str, share: str | 
         assert not gpu_plan.notes(fixed.args, machine)
 
 
+@pytest.mark.parametrize(
+    ("model", "shape", "remedy"),
+    [
+        ("Qwen/Qwen3-1.7B", "1x80", "--vllm.enable_sleep --ds.enable_sleep"),
+        ("Qwen/Qwen3-0.6B", "1x24", "--vllm.enable_sleep --ds.enable_sleep --actor.gradient_checkpointing_enable"),
+        ("Qwen/Qwen3-4B", "1x16", None),
+    ],
+)
+def test_a_colocated_script_without_sleep_is_told_the_flags_with_which_it_fits(
+    model: str, shape: str, remedy: str | None
+) -> None:
+    """It is a script for OpenRLHF: it has its placement already, so nothing is added to it."""
+    script = f"--model {model} --train.colocate_all --vllm.gpu_memory_utilization 0.6"
+    machine = placement.planned(shape, "-")
+    (note,) = gpu_plan.notes(completed(script, shape, SIZES).args, machine)
+    told = note.split("Fix: ")[1]
+    if remedy is None:
+        assert told == "more GPUs, a smaller --data.max_len, or a smaller model."
+        return
+    assert told.startswith(f"{remedy}, with which ")
+    assert not gpu_plan.notes(completed(f"{script} {remedy}", shape, SIZES).args, machine)
+
+
 class TestRows:
     """`answers` of a step go to the ranks in micro-batches, the last ranks getting fewer."""
 
@@ -184,6 +207,15 @@ class TestRows:
         assert "--data.max_samples 42 is added" in flag_checks.last_step_notes(flags)[0]
         for rows in (32, 42, 34):
             assert not self.flags(tmp_path, rows).has("--data.max_samples"), rows
+
+    def test_fewer_rows_than_a_step_takes_are_said(self, tmp_path: Path) -> None:
+        one = "--actor.num_gpus_per_node 1 --train.num_episodes 2"
+        (note,) = flag_checks.few_rows_notes(self.flags(tmp_path, 15, one))
+        assert "15 rows are fewer than the 16 prompts of a step" in note
+        assert "one step of 60 responses" in note
+        assert "--rollout.batch_size 15" in note
+        for rows in (16, 17):
+            assert not flag_checks.few_rows_notes(self.flags(tmp_path, rows, one)), rows
 
     def test_one_rank_takes_any_number_and_dynamic_batches_agree_on_theirs(self, tmp_path: Path) -> None:
         more = "--train.dynamic_batch_enable --ds.packing_samples"
