@@ -172,10 +172,8 @@ def test_engines_of_their_own_leave_room_for_a_context(shape: str, share: str | 
         ("Qwen/Qwen3-4B", "1x16", None),
     ],
 )
-def test_a_colocated_script_without_sleep_is_told_the_flags_with_which_it_fits(
-    model: str, shape: str, remedy: str | None
-) -> None:
-    """It is a script for OpenRLHF: it has its placement already, so nothing is added to it."""
+def test_a_colocated_script_is_told_the_flags_with_which_it_fits(model: str, shape: str, remedy: str | None) -> None:
+    """A script for OpenRLHF that has its placement already, without sleep: nothing is added to it."""
     script = f"--model {model} --train.colocate_all --vllm.gpu_memory_utilization 0.6"
     machine = placement.planned(shape, "-")
     (note,) = gpu_plan.notes(completed(script, shape, SIZES).args, machine)
