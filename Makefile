@@ -9,6 +9,7 @@
 #             REHEARSE=1 in miniature on a CPU
 # make docs   the documentation site into site/; a broken link is an error
 # make reports the committed reports, the gallery's charts and docs/compare.png again, from docs/results/
+# make notebook the outputs of examples/explore.ipynb again
 # make dist   source archive and wheel into dist/, checked
 # make models is the replay exact on tiny models of every type? docs/models.md; it continues where it stopped
 # make vision torchvision for multimodal models on a CPU, into .venv/vision
@@ -38,7 +39,7 @@ AT_ONCE := --numprocesses=$(JOBS) --dist=loadfile
 # pipeline tests are by themselves: a training is five or six processes, each with torch and vLLM or DeepSpeed in memory.
 stack = $(BIN)/python -m pytest $(1) -m "$(2)" $(AT_ONCE) --no-loadscope-reorder
 
-.PHONY: demo test test-more test-all mutations test-fast test-fast-more test-stack test-pipeline test-verl matrix browser vision lint format bench models study study2 gpu docs reports dist clean
+.PHONY: demo test test-more test-all mutations test-fast test-fast-more test-stack test-pipeline test-verl matrix browser vision lint format bench models study study2 gpu docs reports notebook dist clean
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 
@@ -153,6 +154,11 @@ docs: $(READY)
 # A fast test fails where a committed report is not what the code makes. The picture needs a browser (make browser).
 reports: $(READY)
 	@$(BIN)/python -m benchmarks.reports
+
+# The outputs of examples/explore.ipynb, again.
+notebook: $(READY)
+	@$(BIN)/python -c 'import ipykernel, nbclient' 2>/dev/null || $(PIP) -e '.[notebook]'
+	@$(BIN)/python -m benchmarks.notebook
 
 dist: $(READY)
 	@$(BIN)/python -c 'import build.__main__, twine' 2>/dev/null || $(PIP) -e '.[dist]'

@@ -100,6 +100,7 @@ setup(
         # tensordict==0.10.0
         "verl": VERL_NEEDS,
         "docs": ["mkdocs>=1.6,<2", "mkdocs-material>=9.5,<10", "mkdocstrings[python]>=0.30,<2"],  # `make docs`
+        "notebook": ["ipykernel", "matplotlib", "nbclient"],  # `make notebook`
         "dist": ["build", "twine"],  # `make dist`
         # Triton is that of PyTorch 2.13 for CUDA: kernels are compiled and interpreted with it.
         "test": [

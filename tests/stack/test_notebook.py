@@ -18,7 +18,6 @@ def test_the_notebook_replays_its_rollout(
     for name, value in {"MPLBACKEND": "Agg", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1"}.items():
         monkeypatch.setenv(name, value)
     cells = [cell for cell in json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"] if cell["cell_type"] == "code"]
-    assert not any(cell["outputs"] for cell in cells)
     program = "\n".join("".join(cell["source"]) for cell in cells)
     assert program.count(MODEL) == 1
     names: dict[str, Any] = {}
