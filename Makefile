@@ -14,7 +14,7 @@
 # make models is the replay exact on tiny models of every type? docs/models.md; it continues where it stopped
 # make vision torchvision for multimodal models on a CPU, into .venv/vision
 # make study  the study of docs/studies/study.md, hours on a CPU; it continues where it stopped
-# make study2 the study of docs/studies/study2.md, too
+# make study2 the study of docs/studies/study2.md, too; make study3 that of docs/studies/study3.md
 # PYTHON=python3.11 chooses the interpreter, DEMO_STEPS=12 lengthens the demo.
 PYTHON ?= python3
 VENV := .venv
@@ -39,7 +39,7 @@ AT_ONCE := --numprocesses=$(JOBS) --dist=loadfile
 # pipeline tests are by themselves: a training is five or six processes, each with torch and vLLM or DeepSpeed in memory.
 stack = $(BIN)/python -m pytest $(1) -m "$(2)" $(AT_ONCE) --no-loadscope-reorder
 
-.PHONY: demo test test-more test-all mutations test-fast test-fast-more test-stack test-pipeline test-verl matrix browser vision lint format bench models study study2 gpu docs reports notebook dist clean
+.PHONY: demo test test-more test-all mutations test-fast test-fast-more test-stack test-pipeline test-verl matrix browser vision lint format bench models study study2 study3 gpu docs reports notebook dist clean
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 
@@ -140,6 +140,9 @@ study: $(READY)
 
 study2: $(READY)
 	@PATH="$(BIN):$$PATH" bash examples/study2/run.sh
+
+study3: $(READY)
+	@PATH="$(BIN):$$PATH" bash examples/study3/run.sh
 
 # If torch sees a GPU, the machine's own Python is used: .venv/ would be set up for a CPU.
 GPU_FLAGS := $(if $(STAGE),--stage $(STAGE)) $(if $(LIMIT),--limit $(LIMIT))

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Publishes a finished study: the comparisons' results and reports, and the questions that pool its tasks.
 
-    python -m benchmarks.study runs/study [--contrasts FILE] [--out docs/results] [--tables FILE]
+    python -m benchmarks.study runs/study [--contrasts FILE] [--design study.md] [--out docs/results] [--tables FILE]
 
 Reads each folder under runs/study that `ngrpo compare` wrote, or published results. Writes OUT/TASK/results.json.gz
-and report.html, and the tables (OUT/tables.md): runs and their hours; the contrasts that docs/studies/study.md named
-before any run, pooled over tasks by Welch's t and corrected by Holm; each task's strategies; the drift of neighbor
-sets. Every number comes from the results. Contrasts compare unperturbed evaluations. Unfinished runs are counted.
+and report.html, and the tables (OUT/tables.md): runs and their hours; the contrasts that the design named before any
+run, pooled over tasks by Welch's t and corrected by Holm; each task's strategies; the drift of neighbor sets. Every
+number comes from the results. Contrasts compare unperturbed evaluations. Unfinished runs are counted.
 """
 
 import shlex
@@ -149,12 +149,12 @@ def strategies(results: Results) -> list[list[str]]:
     return table
 
 
-def report(tasks: Mapping[str, Results], pairs: Mapping[str, Sequence[str]]) -> str:
-    """The text of the tables."""
+def report(tasks: Mapping[str, Results], pairs: Mapping[str, Sequence[str]], design: str) -> str:
+    """The text of the tables; ``design`` is the page of the study's design, in the folder above."""
     lines = [
         "# The study's tables",
         "",
-        "Written by `python -m benchmarks.study`; the design is [study.md](../study.md).",
+        f"Written by `python -m benchmarks.study`; the design is [{design}](../{design}).",
     ]
     for name, results in tasks.items():
         lines += ["", f"## {name}", "", *_task_lines(results)]
@@ -203,6 +203,7 @@ def main() -> None:
     parser.add_argument("--contrasts", default="examples/study/contrasts.yaml")
     parser.add_argument("--out", type=Path, default=Path("docs/results"))
     parser.add_argument("--tables", type=Path, help="the tables' page [OUT/tables.md]")
+    parser.add_argument("--design", default="study.md", help="the page of docs/studies/ with the study's design")
     options = parser.parse_args()
     tasks = comparisons(parser, options.study, "`make study`")
     pairs: dict[str, Any] = datafiles.read_yaml(
@@ -214,7 +215,7 @@ def main() -> None:
             if strategy not in names:
                 parser.error(f"contrast {contrast!r}: no strategy is called {strategy!r}; there are {sorted(names)}")
     is_published = options.study.resolve() == options.out.resolve()
-    publish(tasks, options.out, report(tasks, pairs), options.tables, with_results=not is_published)
+    publish(tasks, options.out, report(tasks, pairs, options.design), options.tables, with_results=not is_published)
 
 
 def _shared_k(tasks: Mapping[str, Results]) -> list[int]:

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Problems of reasoning-gym, made small enough for a 135M model, as files for `--task math:FILE`.
 
-    python examples/study/problems.py NAME FOLDER
+    python examples/study/problems.py NAME FOLDER [HELD_OUT]
 
-Writes FOLDER/NAME-train.jsonl and FOLDER/NAME-eval.jsonl with the columns `input` and `label`; no question is in both.
-The generators' own difficulties are out of reach: with them and the answer's form of `--task reasoning_gym:NAME`,
-none of 16 responses of the untrained model is right (docs/studies/study.md).
+Writes FOLDER/NAME-train.jsonl and FOLDER/NAME-eval.jsonl with the columns `input` and `label`. No question is in both;
+16 are held out, or HELD_OUT. The generators' own difficulties are out of reach: with them and the answer's form of
+`--task reasoning_gym:NAME`, none of 16 responses of the untrained model is right (docs/studies/study.md).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ DATASETS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def problems(name: str) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
+def problems(name: str, held_out_rows: int = EVAL_ROWS) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
     """Training and held-out rows, the same on every machine."""
     import reasoning_gym
 
@@ -41,20 +41,20 @@ def problems(name: str) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
             found.setdefault(question, {"input": question, "label": str(entry["answer"])})
         return found
 
-    held_out = dict(list(rows(0, 60).items())[:EVAL_ROWS])
+    held_out = dict(list(rows(0, 60).items())[:held_out_rows])
     # Few different questions are left where numbers are small; they come again, as those of the sums do.
     train = [row for question, row in rows(1, TRAIN_ROWS).items() if question not in held_out]
     return (train * -(-TRAIN_ROWS // len(train)))[:TRAIN_ROWS], list(held_out.values())
 
 
-def main(name: str, folder: Path) -> None:
+def main(name: str, folder: Path, held_out_rows: int) -> None:
     """Writes both files."""
     folder.mkdir(parents=True, exist_ok=True)
-    for part, rows in zip(("train", "eval"), problems(name)):
+    for part, rows in zip(("train", "eval"), problems(name, held_out_rows)):
         (folder / f"{name}-{part}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 3 or sys.argv[1] not in DATASETS:
-        sys.exit(f"usage: python examples/study/problems.py {{{','.join(DATASETS)}}} FOLDER")
-    main(sys.argv[1], Path(sys.argv[2]))
+    if len(sys.argv) not in (3, 4) or sys.argv[1] not in DATASETS:
+        sys.exit(f"usage: python examples/study/problems.py {{{','.join(DATASETS)}}} FOLDER [HELD_OUT]")
+    main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]) if len(sys.argv) == 4 else EVAL_ROWS)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The second study's files: its groups of arms, and the script that runs them."""
+"""The files of the second and the third study: their arms, and the scripts that run them."""
 
 import itertools
 import json
@@ -9,11 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from ngrpo.workbench.compare.plan import Plan, read_plan
 from tests.conftest import ROOT
 
 SECOND = ROOT / "examples" / "study2"
+THIRD = ROOT / "examples" / "study3"
 # In the place of `ngrpo`: keeps its words.
 STUB = f"""#!{sys.executable}
 import json, os, sys
@@ -53,6 +55,25 @@ def test_groups_of_arms_are_taken_one_after_another(task: str, file: str, tmp_pa
         assert len(longer) > len(shorter)
     out = tmp_path / "out" / task.replace(":", "-")
     assert {value_of(call, "--out") for call in calls} == {str(out)}
+
+
+def test_the_third_study_compares_and_publishes_both_of_its_tasks(tmp_path: Path) -> None:
+    """`ngrpo compare` gets problems that were written before it; publishing fails here, as the stub trains nothing."""
+    calls = calls_of(THIRD / "run.sh", tmp_path, RESULTS=str(tmp_path / "published"))
+    assert [Path(value_of(call, "--out")).name for call in calls] == ["gcd", "products"]
+    for call in calls:
+        held_out = Path(value_of(call, "--eval.data")).read_text().splitlines()
+        trained = Path(value_of(call, "--task").removeprefix("math:")).read_text().splitlines()
+        assert len(held_out) == 32
+        assert not set(held_out) & set(trained)
+        assert len(trained) >= int(value_of(call, "--data.max_samples")) == 16 * 8
+
+
+def test_the_third_study_asks_about_its_own_arms() -> None:
+    arms = {arm.id for arm in plan(THIRD / "study.yaml", "arithmetic").arms}
+    questions = yaml.safe_load((THIRD / "contrasts.yaml").read_text(encoding="utf-8"))
+    asked = {arm for pair in questions.values() for arm in pair}
+    assert asked == arms
 
 
 def value_of(call: list[str], flag: str) -> str:
