@@ -115,7 +115,8 @@ class Latent(LikeliestTokens):
 
         # The other tokens of the nucleus: their noise lies below what would have put them among the tokens mixed. Where
         # that is the upper bound of the noise or more, it says nothing.
-        was_mixed = ((pool.unsqueeze(-1) == ids.unsqueeze(-2)) & support.unsqueeze(-2)).any(-1)  # (N, pool)
+        is_same_token = pool.unsqueeze(-1) == ids.unsqueeze(-2)  # (N, pool, k)
+        was_mixed = (is_same_token & support.unsqueeze(-2)).any(dim=-1)  # (N, pool)
         least_mixed_score = torch.where(support, scores, torch.inf).amin(dim=-1, keepdim=True)  # (N, 1)
         noise_to_be_mixed = (least_mixed_score - log_p_of_pool) / self.scale + low  # (N, pool)
         not_mixed = self._nucleus(log_p_of_pool.detach()) & ~was_mixed & (noise_to_be_mixed.detach() < high)

@@ -54,7 +54,9 @@ def flatten(records: Sequence[ReplayRecord | None], device: torch.device) -> Fla
         shape = next((array.shape[1:] for array in arrays if array is not None), None)
         if shape is None:
             return None
-        filled = [np.zeros((len(record), *shape)) if array is None else array for record, array in zip(present, arrays)]
+        filled = []
+        for record, array in zip(present, arrays):
+            filled.append(np.zeros((len(record), *shape)) if array is None else array)
         return joined(filled, np.float32)
 
     def widened(array: np.ndarray, mode: Literal["edge", "constant"]) -> np.ndarray:

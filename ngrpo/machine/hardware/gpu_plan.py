@@ -292,9 +292,11 @@ def default_flags(flags: Flags, machine: Machine, *, whole: bool = False) -> dic
     if not given:
         defaults |= {"--actor.gradient_checkpointing_enable": None, "--ckpt.save_steps": "20"}
     size = architecture.size_of(flags.value("--actor.model_name_or_path"))
-    parallels = [n for n in (1, 2, 4, 8) if gcd(gpus, largest) % n == 0 and (size is None or size.heads % n == 0)]
     if engines or tensor:
         parallels = [tensor or max(gpus // engines, 1)]
+    else:
+        divided = gcd(gpus, largest) if size is None else gcd(gpus, largest, size.heads)
+        parallels = [parallel for parallel in (1, 2, 4, 8) if divided % parallel == 0]
     offloads = (False,) if given else (False, True)
     stages = ("2",) if whole or given else ("2", "3")
     choice: dict[str, Default] = {}

@@ -189,7 +189,8 @@ def path_problem(chance: random.Random) -> tuple[Edges, list[int]]:
 
 def path_question(edges: Edges, path: list[int]) -> str:
     """The question: `path 17 to 45 through`, then both ends of each edge."""
-    return " ".join(["path", str(path[0]), "to", str(path[-1]), "through", *(f"{a} {b}" for a, b in edges)])
+    ends = " ".join(f"{one} {other}" for one, other in edges)
+    return f"path {path[0]} to {path[-1]} through {ends}"
 
 
 # --- training ---------------------------------------------------------------------------------------
@@ -312,6 +313,7 @@ def make(folder: Path, *, steps: int = STEPS, seed: int = 0, report: Callable[[s
 def _loss(model: torch.nn.Module, pairs: list[tuple[str, str]]) -> torch.Tensor:
     """The mean cross-entropy of the responses' tokens; long and short texts in separate batches, to pad little."""
     import torch
+    from torch.nn.functional import cross_entropy
     from torch.nn.utils.rnn import pad_sequence
 
     texts = []
@@ -330,6 +332,7 @@ def _loss(model: torch.nn.Module, pairs: list[tuple[str, str]]) -> torch.Tensor:
         inputs = pad_sequence(ids, batch_first=True, padding_value=IDS[END])
         targets = pad_sequence(labels, batch_first=True, padding_value=-100)
         logits = model(input_ids=inputs[:, :-1], use_cache=False).logits
-        sums.append(torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets[:, 1:].flatten(), reduction="sum"))
+        next_tokens = targets[:, 1:]
+        sums.append(cross_entropy(logits.flatten(0, 1), next_tokens.flatten(), reduction="sum"))
         count += int((targets != -100).sum())
     return sum(sums, torch.zeros(())) / count

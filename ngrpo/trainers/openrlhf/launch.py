@@ -216,9 +216,17 @@ def setup_hook(conditions: Sequence[str], run: RunConfig) -> Callable[[], None]:
 
 def opened(flags: Flags, run_dir: str | None) -> dict[str, str]:
     """The files and folders of this machine that a run's flags name and another node may open, each with its flag."""
-    given = {"--run-dir": run_dir or ""} | {f.name: f.values[0] for f in flags if f.name.endswith(_OPENED) and f.values}
-    found = {os.path.expanduser(part.strip()): name for name, value in given.items() for part in value.split(",")}
-    return {path: name for path, name in found.items() if path and os.path.exists(path)}
+    values = {"--run-dir": run_dir or ""}
+    for flag in flags:
+        if flag.name.endswith(_OPENED) and flag.values:
+            values[flag.name] = flag.values[0]
+    flag_of_path = {}
+    for name, value in values.items():
+        for listed in value.split(","):
+            path = os.path.expanduser(listed.strip())
+            if path and os.path.exists(path):
+                flag_of_path[path] = name
+    return flag_of_path
 
 
 def _check_paths(paths: Mapping[str, str]) -> None:
@@ -315,8 +323,12 @@ def end_processes(run_id: str) -> None:
     import psutil
 
     def left() -> list[psutil.Process]:
-        everyone = psutil.process_iter(["environ"])  # None for a process of another user
-        return [p for p in everyone if p.pid != os.getpid() and (p.info["environ"] or {}).get(RUN_ID) == run_id]
+        of_run = []
+        for process in psutil.process_iter(["environ"]):
+            environment = process.info["environ"] or {}  # None for a process of another user
+            if process.pid != os.getpid() and environment.get(RUN_ID) == run_id:
+                of_run.append(process)
+        return of_run
 
     psutil.wait_procs(left(), timeout=_GRACE_SECONDS)
     for process in left():
