@@ -4,7 +4,6 @@
 import contextlib
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -84,7 +83,7 @@ class Rollout:
         record: the perturbed inputs.
         log_probs: log π of the answer's tokens as the perturbation's rollout noted it, (generated,) float32.
         engine_log_probs: log π of the same tokens as vLLM reports it; empty where it was not asked for.
-        finished: everything that the engine recorded of the trajectory, where a test needs it.
+        finished: the trajectory as the engine handed it over; None where a test builds the rollout itself.
     """
 
     prompt: list[int]
@@ -194,7 +193,7 @@ def trainer_log_probs(
         attention_mask = torch.ones_like(tokens)
         with torch.no_grad(), replaying(model, [rollout.record], attention_mask=attention_mask):
             logits = model(tokens).logits.float() / temperature
-        correction: AbstractContextManager[Any] = contextlib.nullcontext()
+        correction: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         if mask is not None:
             # The correction reads the mask alone, so that any log-probabilities will do.
             no_log_probs = np.zeros(len(rollout.sequence), np.float32)

@@ -72,7 +72,7 @@ def forward(actor: Any, perturbation: Any, rollouts: list[Rollout]) -> ActionLog
     return ActionLogProbs(loss_entries, own, perturbed[:, 1:])
 
 
-@pytest.mark.parametrize(("name", "options"), CASES, ids=lambda value: str(value))
+@pytest.mark.parametrize(("name", "options"), CASES, ids=str)
 def test_density_on_real_rollouts(engine: Any, actor: Any, name: str, options: dict[str, str]) -> None:
     """Old and new are equal before an update; the tokens' own are the rollout's; gradient reaches the policy."""
     perturbation = create(name, rate=0.7, **options)

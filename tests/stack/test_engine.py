@@ -300,9 +300,9 @@ def test_the_seed_is_no_part_of_the_key_of_compiled_graphs(smollm2: str) -> None
 
     def key(**spec: Any) -> str:
         config = EngineArgs(smollm2, additional_config={"perturbation": spec}).create_engine_config()
-        key = config.compute_hash()
-        assert config.additional_config == {"perturbation": spec}
-        return key
+        config_hash = config.compute_hash()
+        assert config.additional_config == {"perturbation": spec}, "the seed stays in the configuration"
+        return config_hash
 
     gumbel = key(name="gumbel")
     assert key(name="gumbel", seed=1) == gumbel

@@ -218,6 +218,6 @@ def main(runner: str, model: str, target: str, share: str) -> None:
 
 if __name__ == "__main__":
     main(*sys.argv[1:])
-    # The interpreter's teardown of vLLM's engines and Triton's interpreter does not end well.
+    # Python does not end well once vLLM's engines and Triton's interpreter are loaded.
     sys.stdout.flush()
     os._exit(0)
