@@ -26,19 +26,19 @@ WORDS = "because,number,green"
 
 
 @dataclass(frozen=True)
-class Made:
-    """A diagnosis: what `diagnose` returned, and the folder with its files."""
+class Diagnosed:
+    """What `diagnose` returned, and the folder with its files."""
 
-    diagnosis: dict[str, Any]
+    result: dict[str, Any]
     folder: Path
 
     def rows(self) -> dict[str, Any]:
         """The row of each strategy, by its name."""
-        return {row["name"]: row for row in self.diagnosis["strategies"]}
+        return {row["name"]: row for row in self.result["strategies"]}
 
 
 @pytest.fixture(scope="module")
-def made(engine: Any, model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Made]:
+def diagnosed(engine: Any, model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Diagnosed]:
     folder = tmp_path_factory.mktemp("diagnosis") / "out"
     with pytest.MonkeyPatch.context() as patch:
         # Speed is not tested here, and three tokens need no long texts.
@@ -47,7 +47,7 @@ def made(engine: Any, model: str, tmp_path_factory: pytest.TempPathFactory) -> I
         stand_ins = stand_ins_of_words(engine)
         patch.setattr(embedding_map, "choose_tokens", lambda *_: stand_ins)
         try:
-            diagnosis = diagnose(
+            result = diagnose(
                 model,
                 load_task("arithmetic", limit=4),
                 parse_arms(NAMES),
@@ -58,7 +58,7 @@ def made(engine: Any, model: str, tmp_path_factory: pytest.TempPathFactory) -> I
                 map_words=WORDS,
                 llm=engine,
             )
-            yield Made(diagnosis, folder)
+            yield Diagnosed(result, folder)
         finally:
             set_perturbation(engine, "neighbor", rate=0.1)
 
@@ -90,8 +90,8 @@ def samples_of(folder: Path) -> dict[str, list[Sample]]:
     return samples
 
 
-def test_every_number_is_there(made: Made) -> None:
-    for name, row in made.rows().items():
+def test_every_number_is_there(diagnosed: Diagnosed) -> None:
+    for name, row in diagnosed.rows().items():
         diversity = row["diversity"]
         validity = row["validity"]
         assert diversity["distinct_answers"] is not None
@@ -110,13 +110,13 @@ def test_every_number_is_there(made: Made) -> None:
         assert (row["record_bytes_per_token"] is not None) is perturbed
         assert (row["relative_shift"] is not None) is perturbed
         assert (validity["anchor_nearest"] is not None) is perturbed
-    assert made.rows()["gumbel"]["rate"] == 1.0
-    assert 0.1 < made.rows()["neighbor rate=0.3"]["rate"] < 0.5
+    assert diagnosed.rows()["gumbel"]["rate"] == 1.0
+    assert 0.1 < diagnosed.rows()["neighbor rate=0.3"]["rate"] < 0.5
 
 
-def test_none_and_rate_zero_are_equal(made: Made) -> None:
-    plain = dict(made.rows()["none"])
-    zero = dict(made.rows()["neighbor rate=0"])
+def test_none_and_rate_zero_are_equal(diagnosed: Diagnosed) -> None:
+    plain = dict(diagnosed.rows()["none"])
+    zero = dict(diagnosed.rows()["neighbor rate=0"])
     assert plain.pop("name") != zero.pop("name")
     assert plain.pop("tokens_per_second")
     assert zero.pop("tokens_per_second")
@@ -130,17 +130,17 @@ def test_none_and_rate_zero_are_equal(made: Made) -> None:
     assert plain == zero
     assert plain["rate"] == 0.0
 
-    samples = samples_of(made.folder)
+    samples = samples_of(diagnosed.folder)
     plain_tokens = [sample.tokens for sample in samples["none"]]
     assert [sample.tokens for sample in samples["neighbor rate=0"]] == plain_tokens
     gumbel_tokens = [sample.tokens for sample in samples["gumbel"]]
     assert gumbel_tokens != plain_tokens, "if all strategies were equal, this test could not fail"
 
 
-def test_noise_of_twenty_times_the_embedding_is_not_valid(made: Made) -> None:
-    plain = made.rows()["none"]["validity"]
-    gaussian = made.rows()["gaussian"]["validity"]
-    wild_row = made.rows()[WILD]
+def test_noise_of_twenty_times_the_embedding_is_not_valid(diagnosed: Diagnosed) -> None:
+    plain = diagnosed.rows()["none"]["validity"]
+    gaussian = diagnosed.rows()["gaussian"]["validity"]
+    wild_row = diagnosed.rows()[WILD]
     wild = wild_row["validity"]
     assert wild["score"] < plain["score"] - 0.2
     assert wild["perplexity"] > 3 * plain["perplexity"]
@@ -151,10 +151,10 @@ def test_noise_of_twenty_times_the_embedding_is_not_valid(made: Made) -> None:
     assert not difference["within_noise"]
 
 
-def test_perplexity_is_that_of_a_hugging_face_forward(made: Made, hf_model: Any, engine: Any) -> None:
+def test_perplexity_is_that_of_a_hugging_face_forward(diagnosed: Diagnosed, hf_model: Any, engine: Any) -> None:
     problems = {problem.id: problem for problem in load_task("arithmetic", limit=4)}
     for name in ("none", WILD):
-        samples = samples_of(made.folder)[name]
+        samples = samples_of(diagnosed.folder)[name]
         for sample in samples[::4]:
             prompt = prompt_tokens(engine.get_tokenizer(), problems[sample.problem])
             sequence = torch.tensor([[*prompt, *sample.tokens]])
@@ -164,22 +164,22 @@ def test_perplexity_is_that_of_a_hugging_face_forward(made: Made, hf_model: Any,
             assert sample.nll == pytest.approx(nll, abs=2e-3)
         tokens = sum(len(sample.tokens) for sample in samples)
         mean = sum(sample.nll for sample in samples) / tokens
-        assert made.rows()[name]["validity"]["perplexity"] == pytest.approx(math.exp(mean))
+        assert diagnosed.rows()[name]["validity"]["perplexity"] == pytest.approx(math.exp(mean))
 
 
-def test_the_same_seed_gives_the_same_samples(made: Made, engine: Any, model: str, tmp_path: Path) -> None:
+def test_the_same_seed_gives_the_same_samples(diagnosed: Diagnosed, engine: Any, model: str, tmp_path: Path) -> None:
     name = "neighbor rate=0.3"
     problems = load_task("arithmetic", limit=4)
     strategies = parse_arms("neighbor:rate=0.3")
     diagnose(model, problems, strategies, out=tmp_path / "again", sampling=SAMPLING, llm=engine)
-    before = samples_of(made.folder)[name]
+    before = samples_of(diagnosed.folder)[name]
     again = samples_of(tmp_path / "again")[name]
     assert [sample.tokens for sample in again] == [sample.tokens for sample in before]
     assert [sample.record for sample in again] == [sample.record for sample in before]
 
 
-def test_embedding_map(made: Made) -> None:
-    drawn_map = made.diagnosis["embedding_map"]
+def test_embedding_map(diagnosed: Diagnosed) -> None:
+    drawn_map = diagnosed.result["embedding_map"]
     assert [token["text"].strip() for token in drawn_map["tokens"]] == WORDS.split(",")
     assert 0.0 < sum(drawn_map["explained_variance"]) <= 1.0
     perturbations = {perturbation["strategy"]: perturbation for perturbation in drawn_map["perturbations"]}

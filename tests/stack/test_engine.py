@@ -274,14 +274,14 @@ def test_a_dummy_run_does_the_work_of_a_step_and_leaves_nothing(engine: Any, mon
 
     batch_sizes: list[int] = []
     worker = worker_of(engine)
-    perturbation = type(worker.perturbation.perturber._perturbation)
-    original_propose = perturbation.propose
+    perturbation_class = type(worker.perturbation.perturber._perturbation)
+    original_propose = perturbation_class.propose
 
     def propose(self: Any, step: Any) -> Any:
         batch_sizes.append(len(step.logits))
         return original_propose(self, step)
 
-    monkeypatch.setattr(perturbation, "propose", propose)
+    monkeypatch.setattr(perturbation_class, "propose", propose)
     runner = worker.model_runner
     hidden_states = torch.zeros(5, runner.model_config.get_hidden_size())
     with torch.inference_mode():
