@@ -98,7 +98,8 @@ def margins(model: Any, rollout: Rollout) -> np.ndarray:
     tokens = torch.tensor([rollout.sequence])
     with replaying(model, [rollout.record], attention_mask=torch.ones_like(tokens)):
         logits = model(tokens).logits[0, len(rollout.prompt) - 1 : -1].float()
-    likeliest, second = torch.softmax(logits, dim=-1).topk(2, dim=-1).values.unbind(dim=-1)
+    p = torch.softmax(logits, dim=-1)
+    likeliest, second = p.topk(2, dim=-1).values.unbind(dim=-1)
     return (likeliest - second).numpy()
 
 
