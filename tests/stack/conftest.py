@@ -13,8 +13,15 @@ import pytest
 
 from tests.stack.harness import DISTURBED, build_engine, load_in_float32
 
-# First, so that neither of two processes waits for the other's last file.
-LONGEST = ("test_models", "test_v2", "test_piecewise", "test_gpu_script", "test_interpreted", "test_tensor_parallel")
+# These files are run first, so that neither of two processes waits for the other's last file.
+LONGEST = (
+    "test_models",
+    "test_v2",
+    "test_piecewise",
+    "test_gpu_script",
+    "test_interpreted",
+    "test_tensor_parallel",
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -23,7 +30,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="module")
 def model(random_model: str) -> str:
-    """Of the fixtures below. A file of which the pretrained model is the point has a fixture of this name itself."""
+    """The folder of the model of the fixtures below.
+
+    A file that is about another model, such as the pretrained one, overrides this fixture.
+    """
     return random_model
 
 
@@ -34,14 +44,15 @@ def engine(model: str) -> Iterator[Any]:
 
 @pytest.fixture(scope="module", autouse=True)
 def _engines_of_a_module_are_freed() -> Iterator[None]:
-    """An engine holds about a GB, in cycles of references, and glibc keeps what is freed.
+    """Frees what vLLM and glibc keep of a module's engines.
 
-    vLLM keeps the environment, which the next file may set, and groups of ranks, of which a dense model's have no
-    experts.
+    An engine holds about a GB in cycles of references, and glibc keeps memory that is freed. vLLM keeps the
+    environment, which the next file may set otherwise, and groups of ranks: those of a dense model have no experts.
     """
     yield
-    if (parallel := sys.modules.get("vllm.distributed.parallel_state")) is not None:
-        parallel.cleanup_dist_env_and_memory()
+    parallel_state = sys.modules.get("vllm.distributed.parallel_state")
+    if parallel_state is not None:
+        parallel_state.cleanup_dist_env_and_memory()
     gc.collect()
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run by test_custom.py: perturbations and gates of a user, in an engine's process that cannot see their files.
 
-Arguments: the model, where the result goes. The working directory holds their files, which are deleted
+Arguments: the model, where the result goes. The working directory holds the user's files, which are deleted
 once the specs are made. Results are pickled.
 """
 
@@ -18,9 +18,11 @@ OPTIONS = {"rate": 0.8, "share": 0.4, "gate": GATE, "gate.half_life": 20.0}
 
 
 def in_engine(model: str) -> dict[str, Any]:
-    """An engine core with its worker in a fresh process; then that of an installed package, in the same one."""
-    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
-    os.environ |= {"VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"}
+    """Rollouts of an engine whose core and worker are a fresh process: of the file, then of the installed package."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+    os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
+    os.environ["HF_HUB_OFFLINE"] = "1"
     from vllm import LLM
 
     from ngrpo.rollout import set_perturbation
@@ -29,9 +31,17 @@ def in_engine(model: str) -> dict[str, Any]:
 
     spec = create(OWN, **OPTIONS).spec()
     shutil.rmtree("theirs")
-    options = {"dtype": "float32", "enforce_eager": True, "max_model_len": 256, "max_num_seqs": 8}
-    options |= {"kv_cache_memory_bytes": 1 << 26, "disable_log_stats": True, "distributed_executor_backend": "uni"}
-    llm = LLM(model, **options, additional_config={"perturbation": spec})
+    llm = LLM(
+        model,
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=256,
+        max_num_seqs=8,
+        kv_cache_memory_bytes=1 << 26,
+        disable_log_stats=True,
+        distributed_executor_backend="uni",
+        additional_config={"perturbation": spec},
+    )
     prompts = chat_prompts(llm)
     result = {
         "other process": type(llm.llm_engine.engine_core).__name__ == "SyncMPClient",
@@ -45,4 +55,6 @@ def in_engine(model: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    Path(sys.argv[2]).write_bytes(pickle.dumps(in_engine(sys.argv[1])))
+    model, target = sys.argv[1:]
+    result = in_engine(model)
+    Path(target).write_bytes(pickle.dumps(result))

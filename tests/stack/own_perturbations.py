@@ -29,10 +29,11 @@ class DenseShake(Perturbation):
     strength: float = option(0.3, "size of the noise relative to the embedding", low=0.0)
 
     def propose(self, step: Step) -> Proposal:
-        own = step.embeddings.lookup(step.sampled).float()
-        noise = step.normal(own.shape[-1])
-        scale = self.strength * own.norm(dim=-1, keepdim=True) / noise.norm(dim=-1, keepdim=True)
-        return Proposal(dense_edit(step.sampled, own + scale * noise), step.sampled)
+        embedding = step.embeddings.lookup(step.sampled).float()
+        noise = step.normal(embedding.shape[-1])
+        direction = noise / noise.norm(dim=-1, keepdim=True)
+        size = self.strength * embedding.norm(dim=-1, keepdim=True)
+        return Proposal(dense_edit(step.sampled, embedding + size * direction), step.sampled)
 
 
 @register("second-likeliest")
@@ -41,8 +42,9 @@ class RunnerUp(Perturbation):
     """Writes the second likeliest token, which a request's top-k, top-p or min-p may exclude."""
 
     def propose(self, step: Step) -> Proposal:
-        tokens = step.logits.topk(2, dim=-1).indices[:, 1]
-        return Proposal(InputEdit(tokens.unsqueeze(-1), torch.ones_like(step.logits[:, :1])), tokens)
+        second = step.logits.topk(2, dim=-1).indices[:, 1:]
+        weights = torch.ones_like(second, dtype=step.logits.dtype)
+        return Proposal(InputEdit(second, weights), second.squeeze(-1))
 
 
 @register_gate("rationed")
@@ -57,5 +59,9 @@ class Rationed(Gate):
         return (step.state["spent"] < 20) & (step.state["closed"] == 0)
 
     def advance(self, step: GateStep, fed: Tensor) -> Mapping[str, Tensor]:
-        closed = torch.where(step.sampled % 5 == 0, 2, (step.state["closed"] - 1).clamp_min(0))
-        return {"spent": step.state["spent"] + fed, "closed": closed}
+        remaining = (step.state["closed"] - 1).clamp_min(0)
+        closes = step.sampled % 5 == 0
+        return {
+            "spent": step.state["spent"] + fed,
+            "closed": torch.where(closes, 2, remaining),
+        }

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine with a perturbation is not combined with: refused from its configuration, before a model loads."""
+"""What a perturbed engine cannot be combined with: it is refused by its configuration, before a model loads."""
 
 from contextlib import nullcontext
 from operator import attrgetter
@@ -21,12 +21,13 @@ SPECULATIVE = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_ma
 def config(model: str, spec: dict[str, Any] | None = SPEC, **options: Any) -> Any:
     from vllm import EngineArgs
 
-    extra = {} if spec is None else {"additional_config": {"perturbation": spec}}
-    return EngineArgs(model, **extra, **options).create_engine_config()
+    if spec is not None:
+        options["additional_config"] = {"perturbation": spec}
+    return EngineArgs(model, **options).create_engine_config()
 
 
 @pytest.mark.parametrize(
-    ("spec", "options", "says"),
+    ("spec", "options", "message"),
     [
         ({"name": "neighbour"}, {}, "Did you mean 'neighbor'"),
         ({"name": "neighbor", "k": 50000}, {}, r"k=50000.*\[2, 4095\]"),
@@ -37,13 +38,15 @@ def config(model: str, spec: dict[str, Any] | None = SPEC, **options: Any) -> An
         (SPEC, {"enable_lora": True}, "LoRA on the input embedding"),
     ],
 )
-def test_refused_before_a_model_loads(smollm2: str, spec: dict[str, Any], options: dict[str, Any], says: str) -> None:
-    with pytest.raises(ValueError, match=says):
+def test_refused_before_a_model_loads(
+    smollm2: str, spec: dict[str, Any], options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
         config(smollm2, spec, **options)
 
 
 @pytest.mark.parametrize(
-    ("section", "name", "value", "says"),
+    ("section", "name", "value", "message"),
     [
         ("parallel_config", "enable_dbo", True, "dual-batch overlap"),
         ("parallel_config", "ubatch_size", 2, "dual-batch overlap"),
@@ -57,31 +60,38 @@ def test_refused_before_a_model_loads(smollm2: str, spec: dict[str, Any], option
     ],
 )
 def test_refused_where_a_cpu_would_switch_it_off(
-    smollm2: str, section: str, name: str, value: Any, says: str, monkeypatch: pytest.MonkeyPatch
+    smollm2: str, section: str, name: str, value: Any, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM's CPU platform resets these, or wants more devices than there are: so they are set afterwards."""
-    made = config(smollm2)
+    """vLLM's CPU platform resets these, or wants more devices than there are, so the test sets them afterwards."""
+    vllm_config = config(smollm2)
     perturbation = create(**SPEC)
-    settings.check_engine(made, perturbation)
-    monkeypatch.setattr(attrgetter(section)(made), name, value, raising=False)
-    with pytest.raises(UsageError, match=says):
-        settings.check_engine(made, perturbation)
+    settings.check_engine(vllm_config, perturbation)
+    section_config = attrgetter(section)(vllm_config)
+    monkeypatch.setattr(section_config, name, value, raising=False)
+    with pytest.raises(UsageError, match=message):
+        settings.check_engine(vllm_config, perturbation)
 
 
 def test_data_parallel_mixtures_of_experts_are_refused(smollm2: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = config(smollm2, data_parallel_size=2)
-    settings.check_engine(made, create(**SPEC))
-    monkeypatch.setattr(type(made.model_config), "is_moe", True)
+    vllm_config = config(smollm2, data_parallel_size=2)
+    perturbation = create(**SPEC)
+    settings.check_engine(vllm_config, perturbation)
+    monkeypatch.setattr(type(vllm_config.model_config), "is_moe", True)
     with pytest.raises(UsageError, match="data_parallel_size=2 for a mixture of experts"):
-        settings.check_engine(made, create(**SPEC))
+        settings.check_engine(vllm_config, perturbation)
 
 
 def test_lora_on_other_modules_is_not_refused(smollm2: str) -> None:
-    made = config(smollm2)
-    for modules, refused in ((["q_proj", "v_proj"], False), (["q_proj", "model.embed_tokens"], True), (None, True)):
-        made.lora_config = SimpleNamespace(target_modules=modules)
-        with pytest.raises(UsageError, match="embed_tokens") if refused else nullcontext():
-            settings.check_engine(made, create(**SPEC))
+    vllm_config = config(smollm2)
+    perturbation = create(**SPEC)
+    vllm_config.lora_config = SimpleNamespace(target_modules=["q_proj", "v_proj"])
+    settings.check_engine(vllm_config, perturbation)
+
+    every_module = None
+    for modules in (["q_proj", "model.embed_tokens"], every_module):
+        vllm_config.lora_config = SimpleNamespace(target_modules=modules)
+        with pytest.raises(UsageError, match="embed_tokens"):
+            settings.check_engine(vllm_config, perturbation)
 
 
 def test_a_quantised_embedding_is_refused() -> None:
@@ -103,12 +113,17 @@ def test_the_model_runner_is_the_one_that_stock_vllm_has(
 ) -> None:
     import vllm.config.vllm as vllm_config
 
-    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
-    monkeypatch.setattr(vllm_config, "HAS_TRITON", triton)
     specs = (None, {"name": "none"}, SPEC)
-    assert [config(smollm2, spec).use_v2_model_runner for spec in specs] == [triton] * 3
+    monkeypatch.setattr(vllm_config, "HAS_TRITON", triton)
+
+    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
+    for spec in specs:
+        assert config(smollm2, spec).use_v2_model_runner == triton, spec
+
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
-    assert [config(smollm2, spec).use_v2_model_runner for spec in specs] == [False] * 3
+    for spec in specs:
+        assert config(smollm2, spec).use_v2_model_runner is False, spec
+
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
     for spec in specs:
         with nullcontext() if triton else pytest.raises(ValueError, match="requires Triton"):

@@ -33,23 +33,35 @@ py-modules = ["their_package"]
 """
 
 
+def copy_own_files(folder: Path) -> None:
+    """The example perturbation and gate, as files of a user in ``folder``."""
+    folder.mkdir()
+    for name in ("custom_perturbation.py", "custom_gate.py"):
+        shutil.copy(EXAMPLES / name, folder)
+
+
+def install_package(folder: Path) -> None:
+    """Installs the example perturbation, under another name, as a package of a user into ``folder``/site."""
+    project = folder / "project"
+    project.mkdir()
+    source = (EXAMPLES / "custom_perturbation.py").read_text()
+    (project / "their_package.py").write_text(source.replace('"runner_up"', '"installed_runner_up"'))
+    (project / "pyproject.toml").write_text(PROJECT)
+    pip_install = [sys.executable, "-m", "pip", "install", "-q", "--disable-pip-version-check"]
+    offline = ["--no-deps", "--no-index", "--no-build-isolation"]
+    subprocess.run([*pip_install, *offline, "--target", "site", "./project"], cwd=folder, check=True)
+    shutil.rmtree(project)
+
+
 def run(folder: Path, model: str) -> dict[str, Any]:
     """Runs custom_rollout.py in a folder with the examples' files and an installed package, in a fresh process."""
-    theirs, project = folder / "theirs", folder / "project"
-    for path in (theirs, project):
-        path.mkdir()
-    for name in ("custom_perturbation.py", "custom_gate.py"):
-        shutil.copy(EXAMPLES / name, theirs)
-    text = (EXAMPLES / "custom_perturbation.py").read_text().replace('"runner_up"', '"installed_runner_up"')
-    (project / "their_package.py").write_text(text)
-    (project / "pyproject.toml").write_text(PROJECT)
-    pip = [sys.executable, "-m", "pip", "install", "-q", "--disable-pip-version-check", "--no-deps", "--no-index"]
-    subprocess.run([*pip, "--no-build-isolation", "--target", "site", "./project"], cwd=folder, check=True)
-    shutil.rmtree(project)
+    copy_own_files(folder / "theirs")
+    install_package(folder)
+    python_path = os.pathsep.join([str(folder / "site"), str(ROOT)])
     done = subprocess.run(
         [sys.executable, "-m", "tests.stack.custom_rollout", model, "result"],
         cwd=folder,
-        env={**os.environ, **UNCOMPILED, "PYTHONPATH": os.pathsep.join([str(folder / "site"), str(ROOT)])},
+        env={**os.environ, **UNCOMPILED, "PYTHONPATH": python_path},
         capture_output=True,
         text=True,
         timeout=1500,
@@ -63,14 +75,18 @@ def test_a_deleted_file_and_an_installed_package_reach_vllms_processes(
     tmp_path: Path, model: str, hf_model: Any
 ) -> None:
     result = run(tmp_path, model)
-    assert result["other process"] and result["seen"] == [result["expected"]]
-    assert '"custom_perturbation.py:RunnerUp"' in result["expected"] and '"custom_gate.py:Fading"' in result["expected"]
+    assert result["other process"]
+    fingerprint = result["expected"]
+    assert '"custom_perturbation.py:RunnerUp"' in fingerprint
+    assert '"custom_gate.py:Fading"' in fingerprint
+    assert result["seen"] == [fingerprint]
     for way in ("file", "installed"):
         rollouts = result[way]
-        assert sum(len(r.record) for r in rollouts) > 20
+        assert sum(len(rollout.record) for rollout in rollouts) > 20
         assert gaps(hf_model, rollouts).max() <= 1e-4
         assert gaps(hf_model, rollouts, replay=False).max() > 0.1
-        assert all(np.allclose(r.record.weights, [0.6, 0.4]) for r in rollouts)
+        for rollout in rollouts:
+            assert np.allclose(rollout.record.weights, [0.6, 0.4])
 
 
 # --- gates in an engine -----------------------------------------------------------------------------------
@@ -82,19 +98,24 @@ def margins(model: Any, rollout: Rollout) -> np.ndarray:
     tokens = torch.tensor([rollout.sequence])
     with replaying(model, [rollout.record], attention_mask=torch.ones_like(tokens)):
         logits = model(tokens).logits[0, len(rollout.prompt) - 1 : -1].float()
-    best = torch.softmax(logits, dim=-1).topk(2, dim=-1).values
-    return (best[:, 0] - best[:, 1]).numpy()
+    p = torch.softmax(logits, dim=-1)
+    likeliest, second = p.topk(2, dim=-1).values.unbind(dim=-1)
+    return (likeliest - second).numpy()
 
 
 def test_top_margin_opens_exactly_where_the_policy_wavers(engine: Any, hf_model: Any) -> None:
     set_perturbation(engine, "soft", rate=1.0, until=None, gate="top_margin", **{"gate.margin": 0.3})
     rollouts = sample(engine, chat_prompts(engine), max_tokens=40)
     assert gaps(hf_model, rollouts).max() <= 1e-4
-    counts = np.zeros(2, dtype=int)
+    opened = 0
+    closed = 0
     for rollout in rollouts:
-        margin, places = margins(hf_model, rollout), np.arange(len(rollout.prompt), len(rollout.sequence))
-        open_ = np.isin(places, rollout.record.positions)
-        clear = np.abs(margin - 0.3) > 1e-3  # nearer than this, float rounding may decide
-        assert (open_ == (margin <= 0.3))[clear].all()
-        counts += [open_.sum(), (~open_).sum()]
-    assert counts.min() > 20
+        generated_positions = np.arange(len(rollout.prompt), len(rollout.sequence))
+        is_open = np.isin(generated_positions, rollout.record.positions)
+        margin = margins(hf_model, rollout)
+        is_clear = np.abs(margin - 0.3) > 1e-3  # nearer than this, float rounding may decide
+        np.testing.assert_array_equal(is_open[is_clear], (margin <= 0.3)[is_clear])
+        opened += is_open.sum()
+        closed += (~is_open).sum()
+    assert opened > 20
+    assert closed > 20

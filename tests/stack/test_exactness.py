@@ -19,4 +19,5 @@ def test_replay_equals_rollout(engine: Any, hf_model: Any, name: str, rate: floa
     set_perturbation(engine, name, rate=rate)
     rollouts, tokens = assert_exact(engine, hf_model, rate)
     if name == "neighbor":
-        assert sum(len(r.record.to_bytes()) for r in rollouts) <= 3 * tokens
+        bytes_of_records = sum(len(rollout.record.to_bytes()) for rollout in rollouts)
+        assert bytes_of_records <= 3 * tokens
