@@ -16,7 +16,7 @@ NUMBERS = ", ".join(str(number) for number in range(60))
 LONG = f"Here are some numbers: {NUMBERS}. Which of them are prime?"
 QUESTIONS = ["What is 7 plus 5?", "Explain why the sky is blue.", LONG]
 # Gumbel at rate 1 is in test_exactness.py alone. Its weights are a continuous function of the logits with gain
-# 1/τ = 10, fed back at every position: the rounding of another batch's matrix product grows tenfold every few positions.
+# 1/τ = 10, fed back at every position: rounding of another batch's matrix product grows tenfold every few positions.
 PERTURBATIONS = [
     ("neighbor", {"rate": 0.3, "mix_temperature": 3.0}),
     ("gumbel", {"rate": 0.3}),
