@@ -83,7 +83,7 @@ def largest_gap(model: Any, rolled_out: Sequence[Answer], replay: bool = True) -
 
 @pytest.mark.parametrize("spec", [{"name": "none"}, NEIGHBOR], ids=lambda spec: spec["name"])
 def test_a_near_tie_is_replayed_exactly(engine: Any, trainer: Any, spec: dict[str, Any]) -> None:
-    """Six of the prompts share blocks of the prefix cache: their records have the experts of all of their tokens, too."""
+    """Six of the prompts share blocks of the prefix cache: their answers have the experts of all prompt tokens, too."""
     set_perturbation(engine, **spec)
     (shared,) = prompts(1, 72, seed=1)
     sharing = [[*shared, last] for last in (5, 6, 7, 8, 50, 51)]

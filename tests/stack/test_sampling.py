@@ -53,7 +53,7 @@ def test_the_hash_is_that_of_unsigned_32_bit_numbers() -> None:
 
 
 def test_rows_do_not_depend_on_the_batch_nor_on_compilation() -> None:
-    """The token is searched in few blocks where logits are alike, and in nearly all where they spread: it is the same."""
+    """Few blocks can hold the token where logits are alike, and nearly all where they spread: both cases are here."""
     generator = torch.Generator().manual_seed(0)
     spreads = torch.linspace(0, 6, 16).unsqueeze(-1)
     logits = spreads * torch.randn(16, 4096, generator=generator)

@@ -37,7 +37,7 @@ def llm(model: str) -> Iterator[Any]:
 
 
 def test_a_schedule_alone(llm: Any, hf_model: Any) -> None:
-    """The engine is as it was built. vLLM's own log-probabilities, with which OpenRLHF trains, are the recorded ones."""
+    """vLLM's own log-probabilities, with which OpenRLHF trains, are those that are recorded."""
     rollouts = sample(llm, chat_prompts(llm), SEEDS, max_tokens=32)
     assert scheduled_gaps(hf_model, rollouts, "ead", EAD).max() <= 1e-4
     assert scheduled_gaps(hf_model, rollouts, None, {}).max() >= 0.1, "one temperature throughout would show"
