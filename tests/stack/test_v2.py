@@ -83,8 +83,8 @@ def test_each_process_had_its_runner(v1: Rolled, v2: Rolled) -> None:
 
 @pytest.mark.more
 def test_the_warm_up_leaves_nothing_behind(v2: Rolled) -> None:
-    """The warm-up takes steps as with real requests, before any of V2's rollouts. The tests below compare these rollouts
-    with those of V1, which has no warm-up.
+    """The warm-up takes steps as with real requests, before any of V2's rollouts. The tests below compare those with
+    V1's, which has no warm-up.
     """
     warm_up = v2["more"]["warm_up"]
     assert warm_up["records"] >= 4
