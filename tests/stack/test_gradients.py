@@ -63,7 +63,7 @@ def plain(hf_model: Any) -> dict[str, torch.Tensor]:
 
 
 def test_neighbors_receive_gradient(hf_model: Any) -> None:
-    """The gradient comes through the input alone: the head, which is tied to the embedding, takes no part."""
+    """Only the embedding is called, so that the gradient comes through the input alone."""
     embedding = hf_model.get_input_embeddings()
     tokens, mask, records = batch()
     embedding.weight.grad = None

@@ -62,7 +62,7 @@ def test_batch_order_size_chunks_and_cache(
 def test_preemption_with_recomputation(model: str, plain_engine: Any, hf_model: Any) -> None:
     """A cache of eight blocks of 32 tokens: trajectories are thrown out and computed again from their records.
 
-    The second perturbation's gate counts positions, and that count is restored with the record.
+    The second perturbation's gate counts positions, and must go on from its count after a preemption.
     """
     small = harness.build_engine(model, {"name": "gumbel", "rate": 0.5}, **harness.CROWDED)
     preempted = harness.note_preemptions(small)
@@ -164,7 +164,7 @@ def test_three_turns_and_a_template_that_strips_the_first(plain_engine: Any, hf_
 
 
 def test_no_perturbation_is_stock_vllm(model: str) -> None:
-    """Tokens and log-probabilities identical to an engine that never heard of us."""
+    """Tokens and log-probabilities are identical to those of an engine without our configuration."""
     stock = harness.build_engine(model, None)
     rate_0 = harness.build_engine(model, {"name": "neighbor", "rate": 0.0})
     prompts = harness.chat_prompts(stock, QUESTIONS[:2], copies=2)

@@ -27,7 +27,7 @@ from tests.support.tiny_folder import tiny_folder
 
 HANGS = "Timed out waiting"
 BATCH = 8
-"""The number of answers on which OpenRLHF makes an update."""
+"""How many answers make a batch of the training: OpenRLHF updates the model once on each batch."""
 
 
 class Case(NamedTuple):
@@ -52,7 +52,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, smollm2: str) -> str:
 
 
 def trained(folder: str, ranks: int, micro: int, *cases: Case) -> list[list[Any]]:
-    """Trains on all ranks, step after step, and asserts that the start-up rule says of each step how it ends.
+    """Trains on all ranks, step after step, and asserts that the start-up rule is right about each step.
 
     Args:
         folder: of the model.

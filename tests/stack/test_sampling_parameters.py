@@ -19,7 +19,7 @@ from perturbations import ReplayRecord, registry
 from tests.stack.harness import build_engine, chat_prompts, sample, worker_of
 from tests.stack.schedule_truth import scheduled_gaps
 
-# Its τ_min is reached within the answers of these tests.
+# A schedule that reaches its τ_min within the answers of these tests.
 EAD: dict[str, Any] = {"d_0": 20, "growth": 0, "c": 3}
 SEEDS = [{"seed": number} for number in range(4)]
 
@@ -37,7 +37,9 @@ def llm(model: str) -> Iterator[Any]:
 
 
 def test_a_schedule_alone(llm: Any, hf_model: Any) -> None:
-    """vLLM's own log-probabilities, with which OpenRLHF trains, are those that are recorded."""
+    """The engine has the schedule that it was built with. vLLM's own log-probabilities, with which OpenRLHF trains, are
+    those that are recorded.
+    """
     rollouts = sample(llm, chat_prompts(llm), SEEDS, max_tokens=32)
     assert scheduled_gaps(hf_model, rollouts, "ead", EAD).max() <= 1e-4
     assert scheduled_gaps(hf_model, rollouts, None, {}).max() >= 0.1, "one temperature throughout would show"
