@@ -150,7 +150,7 @@ def test_mixed_lengths_preemptions_and_aborts(
 
 
 def test_the_cache_is_hit_within_prompts_only(crowded: Any, hf_model: Any) -> None:
-    """The prompt comes again, then with the first trajectory's answer behind it: only the prompt may be in the cache."""
+    """The prompt comes again, then with the first trajectory's answer behind it: only the prompt may be cached."""
     set_perturbation(crowded, "neighbor", rate=1.0, mix_temperature=3.0)
     (prompt,) = harness.chat_prompts(crowded, ["Name the planets, " * 12])
     (first,) = harness.sample(crowded, [prompt], max_tokens=40)
