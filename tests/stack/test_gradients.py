@@ -17,6 +17,9 @@ def a_record(positions: list[int], length: int, sigma: float | None = None) -> R
     """A prompt of 2 tokens; each of the positions is fed a mixture of three tokens, plus noise of scale ``sigma``."""
     count = len(positions)
     weights = np.array([[0.5, 0.3, 0.2]], np.float32)
+    sigmas = None
+    if sigma is not None:
+        sigmas = np.full(count, sigma, np.float32)
     return ReplayRecord(
         seed=5,
         prompt_tokens=2,
@@ -24,7 +27,7 @@ def a_record(positions: list[int], length: int, sigma: float | None = None) -> R
         positions=np.array(positions, np.int32),
         ids=np.array(NEIGHBORS[:count], np.int32),
         weights=np.tile(weights, (count, 1)),
-        sigma=None if sigma is None else np.full(count, sigma, np.float32),
+        sigma=sigmas,
         agreed=np.ones(count, dtype=bool),
     )
 
@@ -40,15 +43,18 @@ def batch() -> tuple[torch.Tensor, torch.Tensor, list[ReplayRecord | None]]:
 
 
 def gradients(model: Any, replay: bool = True) -> dict[str, torch.Tensor]:
+    """The gradient of the batch's negative log-likelihood, by the parameter's name."""
     tokens, mask, records = batch()
+    if not replay:
+        records = [None] * len(records)
     model.zero_grad()
-    with replaying(model, records if replay else [None] * 3, attention_mask=mask):
+    with replaying(model, records, attention_mask=mask):
         logits = model(tokens, attention_mask=mask).logits
         log_softmax = torch.log_softmax(logits[:, :-1].float(), dim=-1)
         log_probs = log_softmax.gather(-1, tokens[:, 1:, None]).squeeze(-1)
         loss = -(log_probs * mask[:, 1:]).sum()
         loss.backward()
-    return {name: p.grad.clone() for name, p in model.named_parameters()}
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
 
 
 @pytest.fixture(scope="module")
@@ -57,20 +63,24 @@ def plain(hf_model: Any) -> dict[str, torch.Tensor]:
 
 
 def test_neighbors_receive_gradient(hf_model: Any) -> None:
-    """Through the input alone: the head, which ties the matrix, is cut off."""
+    """Only the embedding is called, so that the gradient comes through the input alone."""
     embedding = hf_model.get_input_embeddings()
     tokens, mask, records = batch()
     embedding.weight.grad = None
     with ReplayScope(embedding)(records, mask) as stats:
         embedding(tokens).square().sum().backward()
-    touched = set(embedding.weight.grad.abs().sum(-1).nonzero().flatten().tolist())
-    assert {*range(11, 20)} <= touched
+    gradient_sizes = embedding.weight.grad.abs().sum(-1)
+    with_gradient = set(gradient_sizes.nonzero().flatten().tolist())
+    assert set(range(11, 20)) <= with_gradient, "all tokens of NEIGHBORS"
     assert stats.count() == 5
-    is_plain = torch.ones_like(mask, dtype=torch.bool)
-    is_plain[0, [3, 4, 9]] = False
-    is_plain[2, [2, 5]] = False
-    replaced = set(tokens[~is_plain].tolist()) - set(tokens[is_plain].tolist())
-    assert replaced and not replaced & touched, "a replaced token must receive no gradient"
+
+    is_fed = torch.ones_like(mask, dtype=torch.bool)
+    is_fed[0, [3, 4, 9]] = False
+    is_fed[2, [2, 5]] = False
+    fed_tokens = set(tokens[is_fed].tolist())
+    replaced_tokens = set(tokens[~is_fed].tolist()) - fed_tokens
+    assert replaced_tokens
+    assert not replaced_tokens & with_gradient, "a replaced token must receive no gradient"
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -86,8 +96,10 @@ def test_gradient_checkpointing(hf_model: Any, plain: dict[str, torch.Tensor], r
         hf_model.eval()
         if reentrant:
             hf_model.disable_input_require_grads()
-    without = gradients(hf_model, replay=False)["model.embed_tokens.weight"]
-    assert (plain["model.embed_tokens.weight"] - without).abs().max() > 1e-2, "or it shows nothing"
+
+    unreplayed = gradients(hf_model, replay=False)
+    effect = plain["model.embed_tokens.weight"] - unreplayed["model.embed_tokens.weight"]
+    assert effect.abs().max() > 1e-2, "leaving the replay out must show, or this test shows nothing"
     for name, gradient in plain.items():
         torch.testing.assert_close(checkpointed[name], gradient, rtol=1e-4, atol=1e-5)
 
@@ -103,13 +115,18 @@ def test_packed_samples_without_flash_attn(
         from openrlhf.models import Actor
     actor = Actor(hf_model)
     actor.packing_samples = True
-    monkeypatch.setattr(hf_model.config, "use_cache", False)  # as OpenRLHF does; a cache would let them see each other
+    # OpenRLHF switches the cache off, too: with one, the samples would see each other.
+    monkeypatch.setattr(hf_model.config, "use_cache", False)
     monkeypatch.setattr(hf_model.config, "_attn_implementation", attention)
+
     tokens, mask, records = batch()
     hf_model.zero_grad()
     with ReplayScope(hf_model.get_input_embeddings())(records, mask):
         log_probs = actor(tokens, mask[:, 1:], attention_mask=mask)
-    (-log_probs.sum()).backward()
+    loss = -log_probs.sum()
+    loss.backward()
     for name, parameter in hf_model.named_parameters():
-        # By norm: rows are summed in another order, and a small entry of a large row is a difference of large ones.
-        assert (parameter.grad - plain[name]).norm() <= 1e-4 * plain[name].norm(), name
+        # The norms are compared and not the entries. A small entry of a large row is a difference of large terms, and
+        # packed rows are summed in another order.
+        error = (parameter.grad - plain[name]).norm()
+        assert error <= 1e-4 * plain[name].norm(), name

@@ -12,38 +12,45 @@ from ngrpo.rollout.input_override import InputOverride, find_input_embedding, ta
 from perturbations.errors import UsageError
 from tests.support.replaced_rows import replace_rows
 
-V, D = 16, 4
+VOCABULARY = 16
+WIDTH = 4
 
 
-def table(rows: int = V) -> Any:
+def table(rows: int = VOCABULARY) -> Any:
     """vLLM's embedding without its constructor, which needs an engine."""
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
 
     module = VocabParallelEmbedding.__new__(VocabParallelEmbedding)
     nn.Module.__init__(module)
-    module.quant_method, module.tp_size = UnquantizedEmbeddingMethod(), 1
-    module.num_embeddings, module.embedding_dim = rows, D
-    module.weight = nn.Parameter(torch.randn(rows, D, generator=torch.Generator().manual_seed(rows)), False)
+    module.quant_method = UnquantizedEmbeddingMethod()
+    module.tp_size = 1
+    module.num_embeddings = rows
+    module.embedding_dim = WIDTH
+    generator = torch.Generator().manual_seed(rows)
+    weight = torch.randn(rows, WIDTH, generator=generator)
+    module.weight = nn.Parameter(weight, requires_grad=False)
     return module
 
 
 class Text(nn.Module):
-    """A text model with a table for each layer."""
+    """A text model with a main table, whose rows it scales, and a table for its layers."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed_tokens_per_layer, self.embed_tokens = table(), table()
+        self.embed_tokens_per_layer = table()
+        self.embed_tokens = table()
 
     def embed_input_ids(self, ids: Tensor) -> Tensor:
         return 3.0 * self.embed_tokens(ids)
 
 
 class Multimodal(nn.Module):
-    """Its tower looks up positions; its own way of embedding looks up what the layers need as well."""
+    """A model with a tower, which looks up positions. Its `embed_input_ids` looks both tables of the text up."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.tower, self.language_model = table(9), Text()
+        self.tower = table(9)
+        self.language_model = Text()
 
     def get_language_model(self) -> nn.Module:
         return self.language_model
@@ -54,33 +61,39 @@ class Multimodal(nn.Module):
 
 
 class Unknown(Multimodal):
-    """As vLLM's Transformers backend without parts that it knows."""
+    """A model that names no text model, as vLLM's Transformers backend does where it recognises no parts."""
 
     def get_language_model(self) -> nn.Module:
         raise NotImplementedError
 
 
 def test_the_main_table_is_found_by_looking_tokens_up() -> None:
-    text, both = Text(), Multimodal()
+    text = Text()
+    multimodal = Multimodal()
+    main_table = multimodal.language_model.embed_tokens
     assert find_input_embedding(text) is text.embed_tokens
-    assert find_input_embedding(both) is both.language_model.embed_tokens
-    assert reads_tokens_elsewhere(tables_of_text(both), both.language_model.embed_tokens)
+    assert find_input_embedding(multimodal) is main_table
+    assert reads_tokens_elsewhere(tables_of_text(multimodal), main_table)
+
     del text.embed_tokens_per_layer
     assert not reads_tokens_elsewhere(tables_of_text(text), text.embed_tokens)
-    assert not any(hooks for module in both.modules() for hooks in [module._forward_hooks])
+
+    for name, module in multimodal.named_modules():
+        assert not module._forward_hooks, f"the search left a hook on {name}"
 
 
 def test_a_token_made_of_several_tables_is_refused() -> None:
     with pytest.raises(UsageError, match=r"combines 2 of them .*embed_tokens_per_layer, language_model.embed_tokens"):
         find_input_embedding(Unknown())
+    two_tables = nn.ModuleDict({"one": table(), "two": table()})
     with pytest.raises(UsageError, match=r"has 2 input embeddings .* nothing in it says"):
-        find_input_embedding(nn.ModuleDict({"one": table(), "two": table()}))
+        find_input_embedding(two_tables)
     with pytest.raises(UsageError, match="has 0 input embeddings"):
         find_input_embedding(nn.Linear(2, 2))
 
 
 def test_a_factor_inside_of_the_module_comes_after_the_override() -> None:
-    """As vLLM's Transformers backend makes of Gemma's embedding, whose forward multiplies what its base's gives."""
+    """vLLM's Transformers backend makes such a module of Gemma's embedding, whose forward scales its base's rows."""
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
     from vllm.model_executor.models.transformers.utils import _rebase_on_vocab_parallel
 
@@ -90,9 +103,12 @@ def test_a_factor_inside_of_the_module_comes_after_the_override() -> None:
 
     module = table()
     module.__class__ = _rebase_on_vocab_parallel(Scaled)
-    override = InputOverride(module, 8, 2, D, torch.float32, torch.device("cpu"), VocabParallelEmbedding)
-    vector, ids = torch.randn(1, D), torch.arange(3)[None]
+    override = InputOverride(module, 8, 2, WIDTH, torch.float32, torch.device("cpu"), VocabParallelEmbedding)
+    vector = torch.randn(1, WIDTH)
     replace_rows(override, [2], vector)
-    rows = torch.cat([module.weight[:2], vector])[None]
-    torch.testing.assert_close(module(ids), 5.0 * rows, rtol=0, atol=0)
-    torch.testing.assert_close(override.lookup(ids), module.weight[None, :3], rtol=0, atol=0)
+
+    ids = torch.arange(3)[None]
+    first_rows = module.weight[None, :3]
+    with_override = torch.cat([module.weight[:2], vector])[None]
+    torch.testing.assert_close(module(ids), 5.0 * with_override, rtol=0, atol=0)
+    torch.testing.assert_close(override.lookup(ids), first_rows, rtol=0, atol=0)

@@ -15,9 +15,12 @@ def loaded(smollm2: str):
 
 def test_tokenizer_and_configs_agree(loaded) -> None:
     model, tokenizer = loaded
-    assert tokenizer.eos_token == "<|im_end|>" and tokenizer.pad_token_id == tokenizer.eos_token_id
-    assert model.config.eos_token_id == model.generation_config.eos_token_id == tokenizer.eos_token_id
-    assert model.config.tie_word_embeddings and model.config.vocab_size == len(tokenizer) == 49152
+    assert tokenizer.eos_token == "<|im_end|>"
+    assert tokenizer.pad_token_id == tokenizer.eos_token_id
+    assert model.config.eos_token_id == tokenizer.eos_token_id
+    assert model.generation_config.eos_token_id == tokenizer.eos_token_id
+    assert model.config.tie_word_embeddings
+    assert model.config.vocab_size == len(tokenizer) == 49152
 
 
 def test_answers_a_question(loaded) -> None:
@@ -26,6 +29,10 @@ def test_answers_a_question(loaded) -> None:
     text = tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True)
     assert text.endswith("<|im_start|>assistant\n")
     encoded = tokenizer(text, add_special_tokens=False, return_tensors="pt")
-    assert tokenizer.decode(encoded["input_ids"][0]) == text
-    answer = model.generate(**encoded, max_new_tokens=32, do_sample=False)[0, encoded["input_ids"].shape[1] :]
-    assert "Paris" in tokenizer.decode(answer) and tokenizer.eos_token_id in answer
+    (prompt,) = encoded["input_ids"]
+    assert tokenizer.decode(prompt) == text
+
+    (tokens,) = model.generate(**encoded, max_new_tokens=32, do_sample=False)
+    answer = tokens[len(prompt) :]
+    assert "Paris" in tokenizer.decode(answer)
+    assert tokenizer.eos_token_id in answer

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from ngrpo.trainers.openrlhf.model_actors import merge_mm_train_inputs as ours
+from ngrpo.trainers.openrlhf.model_actors import merge_mm_train_inputs as override_merge
 from ngrpo.trainers.openrlhf.pictures import key_of as pictures_key
 from perturbations import replaying
 from perturbations.replay import ReplayRecord
@@ -24,9 +24,10 @@ ANSWER = [11, 12, 13, 14, 15]
 # The position that is replayed, behind the picture, and the token that it was fed.
 ROW = len(PROMPT) + 1
 OTHER = 40
-# A picture of 16 patches: 3 colors, 2 frames, 4 × 4 pixels each.
-PIXELS = 3 * 2 * 4 * 4
+# A picture has 4 × 4 patches, and a patch has 2 frames of 4 × 4 pixels in 3 colors.
 GRID = (1, 4, 4)
+PATCHES = 16
+VALUES_OF_PATCH = 3 * 2 * 4 * 4
 
 
 @pytest.fixture(scope="module")
@@ -81,13 +82,14 @@ def actor() -> Any:
 
 
 def record(fed: dict[int, int], length: int) -> ReplayRecord:
-    """A record of tokens by the position that they were fed at."""
+    """The record of a text in which other tokens were fed, by their position."""
+    ids = np.array(list(fed.values()), np.int32)
     return ReplayRecord(
         seed=5,
         prompt_tokens=1,
         num_tokens=length,
         positions=np.array(list(fed), np.int32),
-        ids=np.array(list(fed.values()), np.int32).reshape(-1, 1),
+        ids=ids.reshape(-1, 1),
         weights=np.ones((len(fed), 1), np.float32),
         sigma=None,
         agreed=np.ones(len(fed), dtype=bool),
@@ -95,51 +97,68 @@ def record(fed: dict[int, int], length: int) -> ReplayRecord:
 
 
 def log_probs(actor: Any, texts: list[list[int]], fed: list[dict[int, int]]) -> torch.Tensor:
-    """Of all tokens but the first, (B, T - 1): by the merge of side inputs, OpenRLHF's forward and the replay."""
+    """log π of all tokens but the first, (B, T - 1): by the merge of side inputs, OpenRLHF's forward and the replay.
+
+    Args:
+        actor: of OpenRLHF.
+        texts: of one length; a text with PAD gets a picture of its own.
+        fed: for each text the other tokens that it was fed, by their position.
+    """
     from openrlhf.utils.vlm_utils import merge_mm_train_inputs
 
     records = [record(of_text, len(text)) for of_text, text in zip(fed, texts)]
-    draws = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     entries = []
-    for text, kept in zip(texts, records):
-        packed: dict[str, Any] = FinishedTrajectory(kept, np.zeros(len(text), np.float32)).pack()
+    for text, of_text in zip(texts, records):
+        trajectory = FinishedTrajectory(of_text, np.zeros(len(text), np.float32))
+        entry: dict[str, Any] = trajectory.pack()
         if PAD in text:
-            pixels = torch.randn(16, PIXELS, generator=draws)
-            packed |= {"pixel_values": pixels, "image_grid_thw": torch.tensor([GRID])}
-        entries.append(packed)
+            entry["pixel_values"] = torch.randn(PATCHES, VALUES_OF_PATCH, generator=generator)
+            entry["image_grid_thw"] = torch.tensor([GRID])
+        entries.append(entry)
     sequences = torch.tensor(texts)
     mask = torch.ones_like(sequences)
-    side_inputs = ours(merge_mm_train_inputs)(entries, "cpu")
-    assert len(side_inputs["pixel_values"]) == 16 * sum(PAD in text for text in texts)
+    merge = override_merge(merge_mm_train_inputs)
+    side_inputs = merge(entries, "cpu")
+    pictures = sum(PAD in text for text in texts)
+    assert len(side_inputs["pixel_values"]) == PATCHES * pictures
     with torch.no_grad(), replaying(actor.model, records, attention_mask=mask):
         return actor(sequences, mask[:, 1:], mask, **side_inputs)
 
 
 def test_a_row_behind_a_picture_is_replayed_where_the_expanded_prompt_has_it(actor: Any) -> None:
-    """Beside a sample with a picture of its own and one of text alone, which stay as they are."""
+    """The batch has two further samples, one of text alone and one with a picture of its own: they stay as they are."""
     text = PROMPT + ANSWER
-    replaced = [*text[:ROW], OTHER, *text[ROW + 1 :]]
-    words = [20 + token % 9 if token >= START else token for token in text]
-    plain = log_probs(actor, [text, words, text], [{}, {}, {}])
-    as_text = log_probs(actor, [replaced, words, text], [{}, {}, {}])
-    replayed = log_probs(actor, [text, words, text], [{ROW: OTHER}, {}, {}])
-    # A row's own log-probability is that of another token in the two texts; all behind it see the replayed row alone.
+    text_with_other = text.copy()
+    text_with_other[ROW] = OTHER
+    text_alone = text.copy()
+    for position, token in enumerate(text):
+        if token >= START:
+            text_alone[position] = 20 + token % 9
+    plain = log_probs(actor, [text, text_alone, text], [{}, {}, {}])
+    as_text = log_probs(actor, [text_with_other, text_alone, text], [{}, {}, {}])
+    replayed = log_probs(actor, [text, text_alone, text], [{ROW: OTHER}, {}, {}])
+
+    # Entry ROW - 1 is left out: there, log π is of the row's own token, which is not the same in the two texts. What
+    # the model computed at the row and behind it depends on the input at the row, which is.
     torch.testing.assert_close(replayed[0, ROW:], as_text[0, ROW:], rtol=0.0, atol=2e-6)
-    assert (replayed[0, ROW:] - plain[0, ROW:]).abs().max() > 0.1
+    effect = replayed[0, ROW:] - plain[0, ROW:]
+    assert effect.abs().max() > 0.1
     torch.testing.assert_close(replayed[0, :ROW], plain[0, :ROW], rtol=0.0, atol=2e-6)
     torch.testing.assert_close(replayed[1:], plain[1:], rtol=0.0, atol=2e-6)
 
 
 def test_a_picture_keeps_its_places(actor: Any) -> None:
-    """What stands in a record at a picture's place is overwritten by the picture, as in the engine."""
+    """The picture overwrites what a record has at one of its places, as it does in the engine."""
     text = PROMPT + ANSWER
     plain = log_probs(actor, [text], [{}])
     place = PROMPT.index(PAD)
-    torch.testing.assert_close(log_probs(actor, [text], [{place: OTHER}]), plain, rtol=0.0, atol=0.0)
+    replayed = log_probs(actor, [text], [{place: OTHER}])
+    torch.testing.assert_close(replayed, plain, rtol=0.0, atol=0.0)
 
 
 def test_a_picture_keeps_its_places_in_the_engine() -> None:
-    """vLLM puts pictures into the rows that its embedding gave, an override or not."""
+    """vLLM writes a picture over the rows that its embedding returned, with an override or without."""
     pytest.importorskip("vllm")
     from torch import nn
     from vllm.model_executor.models.utils import _merge_multimodal_embeddings
@@ -149,23 +168,38 @@ def test_a_picture_keeps_its_places_in_the_engine() -> None:
     embedding = nn.Embedding(100, 8)
     override = InputOverride(embedding, 32, 2, 8, torch.float32, torch.device("cpu"))
     ids = torch.tensor(PROMPT + ANSWER)
-    vectors = torch.full((2, 8), 3.0)
-    pictures = torch.full((4, 8), 7.0)
-    replace_rows(override, [PROMPT.index(PAD), ROW], vectors)
+    override_vectors = torch.full((2, 8), 3.0)
+    picture_vectors = torch.full((4, 8), 7.0)
+    replace_rows(override, [PROMPT.index(PAD), ROW], override_vectors)
+    in_picture = ids == PAD
     with torch.no_grad():
-        merged = _merge_multimodal_embeddings(embedding(ids), pictures, ids == PAD)
-        own = nn.functional.embedding(ids, embedding.weight)
-    assert (merged[ids == PAD] == 7.0).all() and (merged[ROW] == 3.0).all()
-    rest = (ids != PAD) & (torch.arange(len(ids)) != ROW)
-    assert torch.equal(merged[rest], own[rest])
+        merged = _merge_multimodal_embeddings(embedding(ids), picture_vectors, in_picture)
+        plain = nn.functional.embedding(ids, embedding.weight)
+    assert (merged[in_picture] == 7.0).all()
+    assert (merged[ROW] == 3.0).all()
+    untouched = ~in_picture
+    untouched[ROW] = False
+    assert torch.equal(merged[untouched], plain[untouched])
 
 
 def test_other_pictures_are_told_apart() -> None:
-    """By what they show, wherever they lie in memory: as seeds of trajectories, in each run alike."""
+    """The key, of which a trajectory's seed is made, depends on what pictures show: it is the same in every run."""
     image = pytest.importorskip("PIL.Image")
-    red, blue = (image.new("RGB", (2, 2), color) for color in ("red", "blue"))
+    red = image.new("RGB", (2, 2), "red")
+    blue = image.new("RGB", (2, 2), "blue")
+    gray = image.new("L", (2, 2))
     assert pictures_key(None) == pictures_key([]) == b""
     assert pictures_key([red]) == pictures_key(image.new("RGB", (2, 2), "red"))
-    gray = image.new("L", (2, 2))
-    different = [[red], [blue], [red, blue], [blue, red], [gray], ["a.png"], ["b.png"], [b"a.png", b""]]
-    assert len({pictures_key(pictures) for pictures in different}) == len(different)
+
+    different = [
+        [red],
+        [blue],
+        [red, blue],
+        [blue, red],
+        [gray],
+        ["a.png"],
+        ["b.png"],
+        [b"a.png", b""],
+    ]
+    keys = {pictures_key(pictures) for pictures in different}
+    assert len(keys) == len(different)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's own compilation, split at the attention as on CUDA, by Inductor for a CPU: once new, once from its cache.
 
-Each engine is in a process of its own, which runs this file.
+Each engine runs in a process of its own, whose program is this file.
 """
 
 import json
@@ -16,7 +16,8 @@ from tests.support.own_process import RESULT, result_of
 SPEC = {"name": "gaussian", "rate": 0.5}
 
 
-def engine_of(folder: str, spec: dict[str, Any]) -> dict[str, Any]:
+def compiled_engine(folder: str, spec: dict[str, Any]) -> dict[str, Any]:
+    """The result of :func:`main` with this perturbation."""
     return result_of("tests.stack.test_piecewise", folder, json.dumps(spec))
 
 
@@ -24,15 +25,20 @@ def test_a_graph_in_pieces_feeds_the_override_new_and_from_the_cache(
     random_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
-    new, cached = engine_of(random_model, SPEC), engine_of(random_model, {**SPEC, "seed": 1})
+    new = compiled_engine(random_model, SPEC)
+    cached = compiled_engine(random_model, {**SPEC, "seed": 1})
     assert new["num_piecewise_graphs_seen"] > new["num_piecewise_capturable_graphs_seen"] > 1
-    assert new["num_backend_compilations"] > 1 and cached["num_backend_compilations"] == 0
-    for found in (new, cached):
-        assert found["edits"] > 80 and found["gap"] <= 1e-4 and found["without"] >= 1e-2
+    assert new["num_backend_compilations"] > 1
+    assert cached["num_backend_compilations"] == 0
+    for engine in (new, cached):
+        assert engine["edits"] > 80
+        assert engine["gap"] <= 1e-4
+        assert engine["unreplayed_gap"] >= 1e-2
     assert new["tokens"] != cached["tokens"], "engines that differ in the seed share a graph, and draw other tokens"
 
 
 def main(folder: str, perturbation: str) -> None:
+    """Prints vLLM's counts of compilations, and how an engine's rollouts are replayed."""
     from vllm.compilation.counter import compilation_counter
 
     from tests.stack import as_on_cuda
@@ -40,14 +46,15 @@ def main(folder: str, perturbation: str) -> None:
 
     with as_on_cuda.in_pieces():
         llm = build_engine(folder, json.loads(perturbation), enforce_eager=False)
-    rollouts = sample(llm, [list(range(100 * i, 100 * i + 20)) for i in range(1, 9)], max_tokens=32)
+    prompts = [list(range(start, start + 20)) for start in range(100, 900, 100)]
+    rollouts = sample(llm, prompts, max_tokens=32)
     model = load_in_float32(folder)
     result = {
         **vars(compilation_counter),
-        "edits": sum(len(each.record) for each in rollouts),
+        "edits": sum(len(rollout.record) for rollout in rollouts),
         "gap": gaps(model, rollouts).max().item(),
-        "without": gaps(model, rollouts, replay=False).max().item(),
-        "tokens": [each.tokens for each in rollouts],
+        "unreplayed_gap": gaps(model, rollouts, replay=False).max().item(),
+        "tokens": [rollout.tokens for rollout in rollouts],
     }
     print(RESULT + json.dumps(result), flush=True)
 

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which numbers of answers OpenRLHF 0.11.2 can train on with several ranks; the others hang, or shift the updates.
 
-The start-up rule (`ngrpo/config/flag_checks.py`) says the same of each. The ranks run this file: answers are cut and
-handed out, trained on by a tiny model, and counted, all by OpenRLHF and DeepSpeed themselves; Ray alone, which would
-carry them to the ranks, is left out. A collective that waits for ten seconds is a hang.
+The start-up rule (`ngrpo/config/flag_checks.py`) must say the same of each number. The ranks run this file: OpenRLHF
+and DeepSpeed themselves cut the answers into micro-batches, hand these out, train a tiny model on them, and count the
+updates. Only Ray, which would carry the answers to the ranks, is left out. A collective that waits for ten seconds is
+a hang.
 """
 
 import json
@@ -15,7 +16,7 @@ from datetime import timedelta
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -25,6 +26,23 @@ from tests.support.own_process import RESULT, run_two_ranks
 from tests.support.tiny_folder import tiny_folder
 
 HANGS = "Timed out waiting"
+BATCH = 8
+"""How many answers make a batch of the training: OpenRLHF updates the model once on each batch."""
+
+
+class Case(NamedTuple):
+    """A step of the training with that many answers, which come in the rollout's micro-batches of that size."""
+
+    answers: int
+    micro_rollout: int
+
+    @classmethod
+    def parse(cls, word: str) -> "Case":
+        answers, micro_rollout = word.split(":")
+        return cls(int(answers), int(micro_rollout))
+
+    def __str__(self) -> str:
+        return f"{self.answers}:{self.micro_rollout}"
 
 
 @pytest.fixture(scope="module")
@@ -33,28 +51,34 @@ def folder(tmp_path_factory: pytest.TempPathFactory, smollm2: str) -> str:
     return tiny_folder(tmp_path_factory.mktemp("tiny"), smollm2, "llama", **sizes)
 
 
-def trained(folder: str, ranks: int, micro: int, *cases: str) -> dict[str, list[Any]]:
-    """What each rank did in each case, "ANSWERS:MICRO": that many answers, in the rollout's micro-batches of that many.
+def trained(folder: str, ranks: int, micro: int, *cases: Case) -> list[list[Any]]:
+    """Trains on all ranks, step after step, and asserts that the start-up rule is right about each step.
 
-    By "NUMBER: CASE", for each rank: a list of its micro-batches, each with its answers and its updates; or how it
-    ended. Batches of 8 make an update. In each case the start-up rule must say the same.
+    Args:
+        folder: of the model.
+        ranks: how many processes train.
+        micro: how many answers make a micro-batch of the training.
+        cases: the steps.
+
+    Returns:
+        For each case, what each rank did: a list of its micro-batches, each with its answers and its updates; or the
+        error with which the rank ended.
     """
-    words = (str(ranks), folder, "8", str(micro), *cases)
+    words = (str(ranks), folder, str(micro), *map(str, cases))
     outputs = run_two_ranks("tests.stack.test_ppo_ranks", *words, ranks=ranks)
-    steps_by_rank = [results_in(output) for output in outputs]
-    ends = {}
-    for number, case in enumerate(cases):
-        of_ranks = [steps[number] for steps in steps_by_rank]
-        answer_count, micro_rollout = (int(size) for size in case.split(":"))
-        flags = Flags(arguments(folder, ranks, 8, micro, micro_rollout))
-        ended_well = not any(rank["end"] for rank in of_ranks)
-        assert flag_checks.trains_on_all_ranks(flags.args, answer_count) == ended_well, case
-        ends[f"{number}: {case}"] = [rank["end"] or rank["trained"] for rank in of_ranks]
-    return ends
+    results_by_rank = [results_in(output) for output in outputs]
+    results_by_case = zip(*results_by_rank, strict=True)
+    outcomes = []
+    for case, results in zip(cases, results_by_case, strict=True):
+        flags = Flags(arguments(folder, ranks, micro, case.micro_rollout))
+        ended_well = not any(result["error"] for result in results)
+        assert flag_checks.trains_on_all_ranks(flags.args, case.answers) == ended_well, str(case)
+        outcomes.append([result["error"] or result["micro_batches"] for result in results])
+    return outcomes
 
 
 def results_in(output: str) -> list[dict[str, Any]]:
-    """What :func:`main` printed of its cases."""
+    """The results, a dictionary for each case, that :func:`main` printed."""
     (line,) = (line for line in output.splitlines() if line.startswith(RESULT))
     return json.loads(line.removeprefix(RESULT))
 
@@ -65,41 +89,47 @@ UPDATE = [1, 1]
 
 
 def test_micro_batches_of_one_on_two_ranks(folder: str) -> None:
-    seen = trained(folder, 2, 1, "8:1", "8:4", "1:1", "6:1", "8:1", "7:1")
-    whole = [ONE, ONE, ONE, UPDATE]
-    assert seen["0: 8:1"] == seen["1: 8:4"] == [whole, whole]
-    assert all("Insufficient batch size" in end for end in seen["2: 1:1"]), "an answer is missing for a rank"
-    assert seen["3: 6:1"] == [[ONE] * 3] * 2, "both ranks have as many, but none of them is an update"
-    assert seen["4: 8:1"] == [[UPDATE, ONE, ONE, ONE]] * 2, "what was left joins the next step's, which it shifts"
-    first, second = seen["5: 7:1"]
-    assert HANGS in first and second == [UPDATE, ONE, ONE], "four answers and three: the first rank waits for ever"
+    cases = (Case(8, 1), Case(8, 4), Case(1, 1), Case(6, 1), Case(8, 1), Case(7, 1))
+    eight, eight_in_fours, one, six, eight_after_six, seven = trained(folder, 2, 1, *cases)
+    complete_step = [ONE, ONE, ONE, UPDATE]
+    assert eight == [complete_step, complete_step]
+    assert eight_in_fours == [complete_step, complete_step]
+    for error in one:
+        assert "Insufficient batch size" in error, "an answer is missing for a rank"
+    assert six == [[ONE] * 3] * 2, "both ranks have three micro-batches, but none of them is an update"
+    assert eight_after_six == [[UPDATE, ONE, ONE, ONE]] * 2, "what was left counts in this step, and shifts its update"
+    first_rank, second_rank = seven
+    assert HANGS in first_rank, "four answers and three: the first rank waits for ever"
+    assert second_rank == [UPDATE, ONE, ONE]
 
 
 @pytest.mark.slow
 def test_micro_batches_of_two_on_two_ranks(folder: str) -> None:
-    """An answer that fills no micro batch is dropped without a word."""
-    seen = trained(folder, 2, 2, "8:1", "6:1", "5:1", "7:1")
-    assert seen["0: 8:1"] == [[[2, 0], [2, 1]]] * 2
-    assert seen["1: 6:1"] == [[[2, 0]]] * 2, "of three answers a rank trains on two"
-    assert seen["2: 5:1"] == [[[2, 1]]] * 2, "three answers and two: one micro batch each"
-    assert any(HANGS in str(end) for end in seen["3: 7:1"]), "four answers and three: two micro batches, and one"
+    """An answer that fills no micro-batch is dropped without a word."""
+    cases = (Case(8, 1), Case(6, 1), Case(5, 1), Case(7, 1))
+    eight, six, five, seven = trained(folder, 2, 2, *cases)
+    assert eight == [[[2, 0], [2, 1]]] * 2
+    assert six == [[[2, 0]]] * 2, "of three answers a rank trains on two"
+    assert five == [[[2, 1]]] * 2, "three answers and two: one micro-batch each"
+    assert any(HANGS in str(outcome) for outcome in seven), "four answers and three: two micro-batches and one"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [9, 10])
 def test_four_ranks(folder: str, count: int) -> None:
     """Each rank but the last ones gets the larger share: 3, 3, 3 and 0 of nine answers, and not 3, 2, 2 and 2."""
-    seen = trained(folder, 4, 1, "8:1", "8:3", f"{count}:1")
-    assert seen["0: 8:1"] == [[ONE, UPDATE]] * 4
-    assert all("Insufficient batch size" in end for end in seen["1: 8:3"]), "three micro batches for four ranks"
-    assert any(HANGS in str(end) for end in seen[f"2: {count}:1"])
+    eight, eight_in_threes, uneven = trained(folder, 4, 1, Case(8, 1), Case(8, 3), Case(count, 1))
+    assert eight == [[ONE, UPDATE]] * 4
+    for error in eight_in_threes:
+        assert "Insufficient batch size" in error, "three micro-batches for four ranks"
+    assert any(HANGS in str(outcome) for outcome in uneven)
 
 
 SECONDS = 10.0
-"""After which a collective has failed; hours on CUDA."""
+"""A collective fails after this time; on CUDA it would wait for hours."""
 
 
-def arguments(folder: str, ranks: int, batch: int, micro: int, micro_rollout: int) -> list[str]:
+def arguments(folder: str, ranks: int, micro: int, micro_rollout: int) -> list[str]:
     """OpenRLHF's flags of a run in which that many ranks train."""
     values = {
         "--actor.model_name_or_path": folder,
@@ -110,10 +140,10 @@ def arguments(folder: str, ranks: int, batch: int, micro: int, micro_rollout: in
         "--data.prompt_dataset": "none",
         "--ds.attn_implementation": "eager",
         "--reward.remote_url": "none",
-        "--rollout.batch_size": str(batch),
+        "--rollout.batch_size": str(BATCH),
         "--rollout.micro_batch_size": str(micro_rollout),
         "--rollout.n_samples_per_prompt": "1",
-        "--train.batch_size": str(batch),
+        "--train.batch_size": str(BATCH),
         "--train.micro_batch_size": str(micro),
         "--vllm.num_engines": "1",
         "--vllm.sync_backend": "gloo",
@@ -126,10 +156,10 @@ def answers(count: int) -> Iterator[Any]:
     import torch
     from openrlhf.trainer.ppo_utils.experience import Experience
 
-    for at in range(count):
+    for number in range(count):
         mask = torch.tensor([[0, 0, 1, 1]])
         yield Experience(
-            sequences=torch.arange(5)[None] + at,
+            sequences=torch.arange(5)[None] + number,
             attention_mask=torch.ones(1, 5, dtype=torch.int64),
             action_mask=mask,
             action_log_probs=-torch.ones(1, 4),
@@ -148,7 +178,7 @@ def answers(count: int) -> Iterator[Any]:
 
 
 def handed_out(strategy: Any, ranks: int, count: int) -> list[list[Any]]:
-    """The micro batches of each rank, as OpenRLHF's experience maker cuts them and its group sends them."""
+    """The rollout's micro-batches of each rank, as OpenRLHF's experience maker cuts them and its group sends them."""
     from openrlhf.trainer.ppo_utils.experience_maker import RemoteExperienceMaker
     from openrlhf.trainer.ray import launcher
 
@@ -166,9 +196,36 @@ def handed_out(strategy: Any, ranks: int, count: int) -> list[list[Any]]:
     return received
 
 
-def main(rank: int, port: str, ranks: int, folder: str, batch: int, micro: int, *cases: tuple[int, int]) -> None:
-    os.environ.update(DS_ACCELERATOR="cpu", MASTER_ADDR="127.0.0.1", MASTER_PORT=port, RANK=str(rank))
-    os.environ.update(LOCAL_RANK="0", WORLD_SIZE=str(ranks), OMP_NUM_THREADS="1")
+def build_trainer(strategy: Any, folder: str, micro: int) -> Any:
+    """OpenRLHF's trainer of one rank, with the model and an optimizer under DeepSpeed."""
+    from openrlhf.models import Actor
+    from openrlhf.trainer.ray.ppo_actor import ActorPPOTrainer
+
+    actor = Actor(folder, attn_implementation="eager", ds_config=strategy.get_ds_train_config(), param_dtype="bf16")
+    plan = {
+        "optim": "adam",
+        "adam": vars(strategy.args.actor.adam),
+        "muon": {},
+        "lr_scheduler": "constant",
+        "scheduler_steps": 9,
+    }
+    actor, optimizer, scheduler = strategy.prepare((actor, plan))
+    return ActorPPOTrainer(
+        strategy, actor, None, optimizer, scheduler, micro_train_batch_size=micro, dataloader_pin_memory=False
+    )
+
+
+def main(rank: int, port: str, ranks: int, folder: str, micro: int, *cases: Case) -> None:
+    """One rank: trains on its share of each case, and prints what it did."""
+    os.environ |= {
+        "DS_ACCELERATOR": "cpu",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "RANK": str(rank),
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": str(ranks),
+        "OMP_NUM_THREADS": "1",
+    }
     from ngrpo.patches import install
 
     install(["cpu", "without_flash_attn"])
@@ -176,55 +233,57 @@ def main(rank: int, port: str, ranks: int, folder: str, batch: int, micro: int, 
 
     torch.set_num_threads(1)
     torch.distributed.distributed_c10d.default_pg_timeout = timedelta(seconds=SECONDS)
-    from openrlhf.models import Actor
-    from openrlhf.trainer.ray.ppo_actor import ActorPPOTrainer
     from openrlhf.utils import get_strategy
 
-    def meet(at: str) -> None:
-        """Waits for all ranks, without a collective."""
-        Path(folder, f"{port}-{at}-{rank}").touch()
-        until = time.monotonic() + 90.0
-        while len(list(Path(folder).glob(f"{port}-{at}-*"))) < ranks and time.monotonic() < until:
+    def meet(place: str) -> None:
+        """Waits for the other ranks at a place, for at most 90 seconds, and without a collective.
+
+        Ray's actors wait for their next call in the same way. A rank that waited by a collective of its own would
+        disturb those that hang.
+        """
+        Path(folder, f"{port}-{place}-{rank}").touch()
+        deadline = time.monotonic() + 90.0
+        while time.monotonic() < deadline:
+            arrived = list(Path(folder).glob(f"{port}-{place}-*"))
+            if len(arrived) >= ranks:
+                return
             time.sleep(0.05)
 
-    strategy = get_strategy(parsed(arguments(folder, ranks, batch, micro, cases[0][1]))["args"])
+    flags = parsed(arguments(folder, ranks, micro, cases[0].micro_rollout))
+    strategy = get_strategy(flags["args"])
     meet("start")
     strategy.setup_distributed(timedelta(seconds=SECONDS))
-    actor = Actor(folder, attn_implementation="eager", ds_config=strategy.get_ds_train_config(), param_dtype="bf16")
-    adam = vars(strategy.args.actor.adam)
-    plan = {"optim": "adam", "adam": adam, "muon": {}, "lr_scheduler": "constant", "scheduler_steps": 9}
-    actor, optimizer, scheduler = strategy.prepare((actor, plan))
-    trainer = ActorPPOTrainer(
-        strategy, actor, None, optimizer, scheduler, micro_train_batch_size=micro, dataloader_pin_memory=False
-    )
-    step, seen = trainer.training_step, []
+    trainer = build_trainer(strategy, folder, micro)
+    model = trainer.actor.model
+    training_step = trainer.training_step
+    micro_batches: list[list[int]] = []
 
-    def noted_step(experience: Any, *args: Any) -> dict[str, Any]:
-        before = actor.model.global_steps
-        result = step(experience, *args)
-        trained.append([len(experience.sequences), actor.model.global_steps - before])
+    def training_step_and_note(experience: Any, *args: Any) -> dict[str, Any]:
+        updates_before = model.global_steps
+        result = training_step(experience, *args)
+        updates = model.global_steps - updates_before
+        micro_batches.append([len(experience.sequences), updates])
         return result
 
-    trainer.training_step = noted_step
-    for count, micro_rollout in cases:
-        strategy.args.rollout.micro_batch_size = micro_rollout
-        trained: list[list[int]] = []
+    trainer.training_step = training_step_and_note
+    results = []
+    for number, case in enumerate(cases):
+        strategy.args.rollout.micro_batch_size = case.micro_rollout
+        micro_batches.clear()
+        error_text = ""
         try:
-            for experience in handed_out(strategy, ranks, count)[rank]:
+            for experience in handed_out(strategy, ranks, case.answers)[rank]:
                 trainer.replay_buffer.append(experience)
             trainer.ppo_train(0.0)
-            end = ""
         except (RuntimeError, ValueError) as error:
-            end = f"{type(error).__name__}: {error}"
+            error_text = f"{type(error).__name__}: {error}"
         trainer.replay_buffer.clear()
-        seen.append({"trained": trained, "end": end})
-        # As Ray's actors wait for the next call: by a collective of its own a rank would disturb those that hang.
-        meet(str(len(seen)))
-    print(RESULT + json.dumps(seen), flush=True)
+        results.append({"micro_batches": micro_batches.copy(), "error": error_text})
+        meet(str(number))
+    print(RESULT + json.dumps(results), flush=True)
     os._exit(0)
 
 
 if __name__ == "__main__":
-    rank, port, ranks, folder, batch, micro, *cases = sys.argv[1:]
-    sizes_of_cases = [tuple(map(int, case.split(":"))) for case in cases]
-    main(int(rank), port, int(ranks), folder, int(batch), int(micro), *sizes_of_cases)
+    rank, port, ranks, folder, micro, *cases = sys.argv[1:]
+    main(int(rank), port, int(ranks), folder, int(micro), *map(Case.parse, cases))

@@ -3,6 +3,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,22 +14,27 @@ from ngrpo.trainers.common.replay_check import check_replay
 from perturbations.replay import scope
 from tests.stack.tiny_models import FORMS, tiny_model
 
-_FORMS = [form for form, (_, _, engine) in FORMS.items() if "model_impl" not in engine]
+_FORMS = [form for form, (_, _, engine_options) in FORMS.items() if "model_impl" not in engine_options]
 
 
 def loaded(form: str, folder: Path, dtype: torch.dtype = torch.float32) -> nn.Module:
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(tiny_model(form, folder), dtype=dtype).eval()
+    path = tiny_model(form, folder)
+    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
 
 
 def forward_of(model: nn.Module) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    @torch.no_grad()
-    def log_probs(sequences: Tensor, action_mask: Tensor, attention_mask: Tensor) -> Tensor:
-        found = model(sequences, attention_mask=attention_mask).logits.float().log_softmax(-1)
-        return found[:, :-1].gather(-1, sequences[:, 1:, None]).squeeze(-1)[:, -action_mask.shape[1] :]
+    """A forward with the arguments and the result of OpenRLHF's actor."""
 
-    return log_probs
+    @torch.no_grad()
+    def action_log_probs(sequences: Tensor, action_mask: Tensor, attention_mask: Tensor) -> Tensor:
+        logits = model(sequences, attention_mask=attention_mask).logits.float()
+        log_softmax = logits[:, :-1].log_softmax(-1)
+        log_probs = log_softmax.gather(-1, sequences[:, 1:, None]).squeeze(-1)
+        return log_probs[:, -action_mask.shape[1] :]
+
+    return action_log_probs
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -38,6 +44,7 @@ def test_every_way_of_embedding_is_replayed(form: str, dtype: torch.dtype, tmp_p
     check_replay(model, forward_of(model))
 
 
+# What takes the place of `flat_rows`' result: the row of each edit in the batch, and whether it lies in the batch.
 WRONG: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = {
     "one row off": lambda rows, inside: (rows + 1, inside),
     "first row": lambda rows, inside: (torch.zeros_like(rows), inside),
@@ -51,17 +58,24 @@ WRONG: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = {
 def test_a_replay_that_misses_its_row_is_named(
     form: str, dtype: torch.dtype, wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, right = loaded(form, tmp_path, dtype), scope.flat_rows
-    monkeypatch.setattr(scope, "flat_rows", lambda *args: WRONG[wrong](*right(*args)))
+    model = loaded(form, tmp_path, dtype)
+    right_rows = scope.flat_rows
+
+    def wrong_rows(*args: Any) -> tuple[Tensor, Tensor]:
+        rows, inside = right_rows(*args)
+        return WRONG[wrong](rows, inside)
+
+    monkeypatch.setattr(scope, "flat_rows", wrong_rows)
     with pytest.raises(CheckFailure, match=r"the trainer does not feed .*\n  [^:]+: off by"):
         check_replay(model, forward_of(model))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_factor_once_too_often_is_named(dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, right = loaded("scaled", tmp_path, dtype), scope.mix
+    model = loaded("scaled", tmp_path, dtype)
     factor = model.get_input_embeddings().scalar_embed_scale
-    monkeypatch.setattr(scope, "mix", lambda *args: factor * right(*args))
+    right_mix = scope.mix
+    monkeypatch.setattr(scope, "mix", lambda *args: factor * right_mix(*args))
     with pytest.raises(CheckFailure, match="its own token's embedding: off by"):
         check_replay(model, forward_of(model))
 
@@ -74,7 +88,7 @@ def test_a_model_that_ignores_its_inputs_cannot_be_proven(tmp_path: Path) -> Non
 
 
 class Normed(nn.Embedding):
-    """An input embedding that normalises rows, as some models have."""
+    """An input embedding that normalises its rows, as that of some models does."""
 
     def forward(self, ids: Tensor) -> Tensor:
         rows = super().forward(ids)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A wrong override is seen: by the start-up check before any request, and by the gap's scale on the first step.
+"""A wrong override fails: in the start-up check before any request, and in the first step's check of the gap.
 
-On a plain embedding, a scaled one, and one in vLLM's Transformers backend, in bfloat16 and float32. That backend
-changes Transformers' classes, so that rollouts are in a process of their own, which runs this file.
+The models have a plain embedding, a scaled one, and one in vLLM's Transformers backend, in bfloat16 and float32. That
+backend changes Transformers' classes, so that an engine runs in a process of its own, whose program is this file.
 """
 
 import math
@@ -10,7 +10,7 @@ import os
 import pickle
 import sys
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from ngrpo.rollout.check_texts import CheckFailure
 from ngrpo.rollout.input_override import PLAIN, InputOverride
 from ngrpo.trainers.common.mismatch import GapScale, ReplayGap, step_metrics
 from perturbations.replay.trajectory import FinishedTrajectory
-from tests.stack.harness import build_engine, gaps, replay_log_probs, sample
+from tests.stack.harness import Rollout, build_engine, gaps, replay_log_probs, sample
 from tests.stack.tiny_models import FORMS, HIDDEN, tiny_model
 from tests.support.own_process import run_module
 
@@ -31,7 +31,7 @@ _ORIGINAL = {name: vars(InputOverride)[name] for name in ("lay_out", "put_drawn"
 
 
 def _laid_out(change: Callable[[np.ndarray], np.ndarray]) -> dict[str, Callable[..., None]]:
-    """An override whose rows have other sources than the perturber says."""
+    """An override that feeds its rows from other sources than the perturber says: from ``change`` of them."""
 
     def lay_out(self: InputOverride, sources: np.ndarray, upload: Any) -> None:
         _ORIGINAL["lay_out"](self, change(sources), upload)
@@ -44,8 +44,9 @@ def _one_row_off(sources: np.ndarray) -> np.ndarray:
 
 
 def _first_row(sources: np.ndarray) -> np.ndarray:
-    """As where ids of shape (1, N) are taken for one row: only what belongs there anyway is right."""
-    return np.where(np.arange(len(sources)) == 0, sources, PLAIN).astype(np.int32)
+    """Only the first row gets its source, as where ids of shape (1, N) are taken for one row."""
+    is_first = np.arange(len(sources)) == 0
+    return np.where(is_first, sources, PLAIN).astype(np.int32)
 
 
 def _others_disturbed(sources: np.ndarray) -> np.ndarray:
@@ -70,85 +71,124 @@ OVERRIDES: dict[str, dict[str, Callable[..., None]]] = {
     "others disturbed": _laid_out(_others_disturbed),
 }
 
-PROMPTS = [[1, *range(10 + 7 * i, 15 + 8 * i)] for i in range(4)]
-
-_CASES = [
-    pytest.param((form, dtype), id=f"{form}-{dtype}", marks=[] if (form, dtype) == always else [pytest.mark.slow])
-    for form in ("plain", "transformers", "scaled", "multiplied", "transformers_scaled")
-    for dtype in ("bfloat16", "float32")
-    for always in [("transformers", "bfloat16")]
-]
+PROMPTS = [[1, *range(10 + 7 * number, 15 + 8 * number)] for number in range(4)]
+# As `--perturbation.gap_limit`: how many times the unperturbed mean gap a step's mean gap may be.
 _LIMIT = 10.0
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """What an engine with one of OVERRIDES did.
+
+    Attributes:
+        failure: the message of the start-up check; None if it passed.
+        seconds: how long the start-up check took; None if it failed.
+        unperturbed, rollouts: sampled from PROMPTS, without and with the perturbation.
+    """
+
+    failure: str | None
+    seconds: float | None
+    unperturbed: list[Rollout]
+    rollouts: list[Rollout]
+
+
 class Case:
-    """Rollouts of one model in one dtype, and Transformers' side of it."""
+    """Rollouts of one model in one dtype under each of OVERRIDES, and the model in Transformers."""
 
     def __init__(self, form: str, dtype: str, folder: Path, eager: bool = True) -> None:
         from transformers import AutoModelForCausalLM
 
-        path, target = tiny_model(form, folder), folder / "rollouts.pickle"
+        path = tiny_model(form, folder)
+        target = folder / "outcomes.pickle"
         run_module("tests.stack.test_wrong_override", form, path, dtype, str(eager), str(target))
-        self.found = pickle.loads(target.read_bytes())
+        fields = pickle.loads(target.read_bytes())
+        self.outcomes = {override: Outcome(**of_override) for override, of_override in fields.items()}
         self.half = dtype != "float32"
         self.model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype))
 
-    def scale(self, kind: str = "right") -> GapScale:
-        """That of a start with rollouts of this kind."""
-        made, unperturbed = GapScale(self.half), gaps(self.model, self.found[kind]["unperturbed"]).mean().item()
-        made.check({"perturbation/gap_unperturbed_mean": unperturbed}, _LIMIT, strict=True)
-        return made
+    def scale(self, override: str) -> GapScale:
+        """The scale of a run whose first rollouts are those of this override."""
+        scale = GapScale(self.half)
+        gap = gaps(self.model, self.outcomes[override].unperturbed).mean().item()
+        scale.check({"perturbation/gap_unperturbed_mean": gap}, _LIMIT, strict=True)
+        return scale
 
-    def judge(self, kind: str, scale: GapScale | None = None, shift: int = 0) -> None:
-        """A training step's alarm, on rollouts of this kind; with ``shift`` each has the record of another."""
-        rollouts = self.found[kind]["rollouts"]
-        given = [replace(r, record=rollouts[i - shift].record) for i, r in enumerate(rollouts)]
-        kept, theirs = [], []
-        for rollout, now in zip(given, replay_log_probs(self.model, given)):
-            nothing = np.full(len(rollout.prompt), np.nan, np.float32)
-            kept.append(FinishedTrajectory(rollout.record, np.concatenate([nothing, rollout.log_probs])))
-            theirs.append(np.concatenate([nothing, now.numpy()]))
-        (scale or self.scale(kind)).check(step_metrics(kept, theirs), _LIMIT, strict=True)
+    def check_step(self, rollouts: list[Rollout], scale: GapScale) -> None:
+        """A training step's check of the gap; it raises ``ReplayGap``."""
+        trajectories = []
+        trainer_log_probs = []
+        for rollout, replayed in zip(rollouts, replay_log_probs(self.model, rollouts)):
+            of_prompt = np.full(len(rollout.prompt), np.nan, np.float32)
+            log_probs = np.concatenate([of_prompt, rollout.log_probs])
+            trajectories.append(FinishedTrajectory(rollout.record, log_probs))
+            trainer_log_probs.append(np.concatenate([of_prompt, replayed.numpy()]))
+        metrics = step_metrics(trajectories, trainer_log_probs)
+        scale.check(metrics, _LIMIT, strict=True)
+
+    def check_first_step(self, override: str) -> None:
+        self.check_step(self.outcomes[override].rollouts, self.scale(override))
 
 
-@pytest.fixture(scope="module", params=_CASES)
+def _cases() -> list[Any]:
+    """Each form of embedding in each dtype; all but one of these are slow."""
+    cases = []
+    for form in ("plain", "transformers", "scaled", "multiplied", "transformers_scaled"):
+        for dtype in ("bfloat16", "float32"):
+            is_fast = (form, dtype) == ("transformers", "bfloat16")
+            marks = [] if is_fast else [pytest.mark.slow]
+            cases.append(pytest.param((form, dtype), id=f"{form}-{dtype}", marks=marks))
+    return cases
+
+
+@pytest.fixture(scope="module", params=_cases())
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
-    return Case(*request.param, tmp_path_factory.mktemp("case"))
+    form, dtype = request.param
+    return Case(form, dtype, tmp_path_factory.mktemp("case"))
 
 
 def test_the_probe_tells_right_from_wrong(case: Case) -> None:
-    failures = {name: found["failure"] for name, found in case.found.items()}
-    assert failures.pop("right") is None
-    for name, failure in failures.items():
-        assert failure is not None, name
-        assert "does not feed" in failure and "off by" in failure
-    assert case.found["right"]["seconds"] < 5.0
+    right = case.outcomes["right"]
+    assert right.failure is None
+    assert right.seconds < 5.0
+    for override, outcome in case.outcomes.items():
+        if override == "right":
+            continue
+        assert outcome.failure is not None, override
+        assert "does not feed" in outcome.failure
+        assert "off by" in outcome.failure
 
 
 def test_a_right_override_rings_nothing(case: Case) -> None:
-    case.judge("right")
+    case.check_first_step("right")
 
 
-@pytest.mark.parametrize("kind", [name for name in OVERRIDES if name != "right"])
-def test_a_wrong_override_rings(case: Case, kind: str) -> None:
+@pytest.mark.parametrize("override", [name for name in OVERRIDES if name != "right"])
+def test_a_wrong_override_rings(case: Case, override: str) -> None:
     with pytest.raises(ReplayGap, match="where nothing is perturbed"):
-        case.judge(kind)
+        case.check_first_step(override)
 
 
 def test_the_record_of_another_sample_rings(case: Case) -> None:
+    rollouts = case.outcomes["right"].rollouts
+    records = [rollout.record for rollout in rollouts]
+    shifted_records = [records[-1], *records[:-1]]
+    mixed_up = [replace(rollout, record=record) for rollout, record in zip(rollouts, shifted_records)]
+    scale = case.scale("right")
     with pytest.raises(ReplayGap, match="where nothing is perturbed"):
-        case.judge("right", shift=1)
+        case.check_step(mixed_up, scale)
 
 
 def test_a_stale_weight_rings(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """A matrix of the trainer's first layer has moved, and the engine did not take it: later, or from the start on."""
-    scale = case.scale()
-    weight = next(p for name, p in case.model.named_parameters() if name.endswith("layers.0.mlp.down_proj.weight"))
-    monkeypatch.setattr(weight, "data", -weight.data)
+    rollouts = case.outcomes["right"].rollouts
+    scale_before = case.scale("right")
+    weights = dict(case.model.named_parameters())
+    (name,) = (name for name in weights if name.endswith("layers.0.mlp.down_proj.weight"))
+    monkeypatch.setattr(weights[name], "data", -weights[name].data)
     with pytest.raises(ReplayGap, match="where nothing is perturbed"):
-        case.judge("right", scale)
+        case.check_step(rollouts, scale_before)
     with pytest.raises(ReplayGap, match="have not the same weights"):
-        case.judge("right")
+        case.check_first_step("right")
 
 
 @pytest.mark.slow
@@ -156,41 +196,50 @@ def test_a_stale_weight_rings(case: Case, monkeypatch: pytest.MonkeyPatch) -> No
 def test_in_a_compiled_graph(form: str, tmp_path: Path) -> None:
     case = Case(form, "float32", tmp_path, eager=False)
     test_the_probe_tells_right_from_wrong(case)
-    case.judge("right")
+    case.check_first_step("right")
 
 
-@pytest.mark.parametrize("form", [pytest.param("per_layer"), pytest.param("per_layer_3n", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("form", ["per_layer", pytest.param("per_layer_3n", marks=pytest.mark.slow)])
 def test_tables_that_follow_the_token_in_the_text(form: str, tmp_path: Path) -> None:
     """The main table is perturbed; the one for each layer is looked up with the text's token, on both sides."""
     case = Case(form, "float32", tmp_path)
     test_the_probe_tells_right_from_wrong(case)
-    rollouts = case.found["right"]["rollouts"]
+    rollouts = case.outcomes["right"].rollouts
     assert gaps(case.model, rollouts).max() <= 1e-4
     assert gaps(case.model, rollouts, replay=False).max() >= 1e-2
 
 
 def main(form: str, model: str, dtype: str, eager: str, target: str) -> None:
-    options = {**FORMS[form][2], "dtype": dtype, "enforce_eager": eager == "True", "max_model_len": 128}
+    """Writes the fields of an :class:`Outcome` for each of OVERRIDES, one after the other in the same engine."""
+    _, _, engine_options = FORMS[form]
+    options = {**engine_options, "dtype": dtype, "enforce_eager": eager == "True", "max_model_len": 128}
     llm = build_engine(model, {"name": "neighbor", "variant": "released", "rate": 0.5, "k": 4}, **options)
     core = llm.llm_engine.engine_core.engine_core
-    seeds: list[dict[str, Any]] = [{"seed": i} for i in range(len(PROMPTS))]
-    found: dict[str, Any] = {}
+    perturbed = [{"seed": number} for number in range(len(PROMPTS))]
+    unperturbed = [{"seed": number, "enabled": False} for number in range(len(PROMPTS))]
+    outcomes = {}
     for name, methods in OVERRIDES.items():
         for method, function in {**_ORIGINAL, **methods}.items():
             setattr(InputOverride, method, function)
+        seconds = None
+        failure = None
         try:
-            seconds, failure = startup_check.check_core(core), None
+            seconds = startup_check.check_core(core)
         except CheckFailure as error:
-            seconds, failure = None, str(error)
-            setattr(core, startup_check._DUE, False)  # or it would refuse the rollouts, which are to be judged too
-        unperturbed = sample(llm, PROMPTS, [{**each, "enabled": False} for each in seeds], max_tokens=16)
-        rollouts = sample(llm, PROMPTS, seeds, max_tokens=40)
-        found[name] = {"failure": failure, "seconds": seconds, "unperturbed": unperturbed, "rollouts": rollouts}
-    Path(target).write_bytes(pickle.dumps(found))
+            failure = str(error)
+            # The engine would refuse requests until the check has passed; this test needs its rollouts all the same.
+            setattr(core, startup_check._DUE, False)
+        outcomes[name] = {
+            "failure": failure,
+            "seconds": seconds,
+            "unperturbed": sample(llm, PROMPTS, unperturbed, max_tokens=16),
+            "rollouts": sample(llm, PROMPTS, perturbed, max_tokens=40),
+        }
+    Path(target).write_bytes(pickle.dumps(outcomes))
 
 
 if __name__ == "__main__":
     main(*sys.argv[1:])
-    # vLLM's engines do not end well together with the interpreter of Python.
+    # Python's interpreter does not end cleanly with vLLM's engines in it.
     sys.stdout.flush()
     os._exit(0)
