@@ -83,7 +83,7 @@ def test_policy_noise(noise: str, tmp_path: Path, smollm2: str) -> None:
 STRONG_SCHEDULES = {
     "ead": "--sampling.schedule.tau_max 1.6 --sampling.schedule.c 2",
     "e3": "--sampling.schedule.share 1",
-    # Importance weights need responses whose text is sampled, so the perturbation must not choose it.
+    # Importance weights need text that was sampled, and by default this perturbation's text is the likeliest token.
     "edt": "--sampling.schedule.theta 1.0 --perturbation neighbor --perturbation.realization sampled",
     "ladder": "--sampling.schedule.most 1.6 --sampling.correction_warmup 2",
 }
