@@ -38,7 +38,7 @@ NEIGHBOR = ["--perturbation", "neighbor", "--algo.kl.init_coef", "0"]
 
 @contextmanager
 def node(*flags: str, gpus: int = 1, within: Sequence[str] = ()) -> Iterator[None]:
-    """A node as `ray start` makes it, killed at the end, so that Ray takes it for running.
+    """A node as `ray start` makes it. At the end it is killed, so Ray's note says that it still runs.
 
     Args:
         flags: of `ray start`.
