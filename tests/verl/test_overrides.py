@@ -27,11 +27,13 @@ from perturbations import registry
 from perturbations.errors import UsageError
 
 ROOT = Path(__file__).resolve().parents[2]
-GRPO = ["algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.name=vllm"]
+VLLM = "actor_rollout_ref.rollout.name=vllm"
+GRPO = ["algorithm.adv_estimator=grpo", VLLM]
 NEIGHBOR = {"name": "neighbor", "rate": 0.1}
 
 
 def configuration(*words: str) -> Any:
+    """verl's configuration with these overrides."""
     folder = Path(verl.__file__).parent / "trainer" / "config"
     with initialize_config_dir(str(folder), version_base=None):
         return compose("ppo_trainer", overrides=list(words))
@@ -50,17 +52,22 @@ def test_every_row_of_the_table_is_that_of_the_installed_verl() -> None:
 def test_what_is_entered(spec: dict[str, Any]) -> None:
     """The engine gets every option; all else of verl is its synchronous trainer's."""
     config = configuration(*GRPO, *of_perturbation({**spec, "strict": True, "gap_limit": 3.5, "correct_mask": True}))
-    made, limit, strict, correct_mask = overrides.prepare(config)
+    perturbation, gap_limit, strict, correct_mask = overrides.prepare(config)
+    assert perturbation == registry.create(**spec)
+    assert gap_limit == 3.5
+    assert strict is True
+    assert correct_mask
     rollout = config.actor_rollout_ref.rollout
     entered = OmegaConf.to_container(rollout.engine_kwargs.vllm.additional_config)
-    assert made == registry.create(**spec) and (limit, strict) == (3.5, True)
-    assert registry.create(**entered["perturbation"]) == made and entered["deferred_check"] is True
-    assert correct_mask and entered["sampling_masks"] is True
-    assert config.trainer.v1.trainer_mode == "sync" and rollout.agent.agent_loop_manager_class == overrides.MANAGER
+    assert registry.create(**entered["perturbation"]) == perturbation
+    assert entered["deferred_check"] is True
+    assert entered["sampling_masks"] is True
+    assert config.trainer.v1.trainer_mode == "sync"
+    assert rollout.agent.agent_loop_manager_class == overrides.MANAGER
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["algorithm.adv_estimator=gae"], "a critic"),
         (["actor_rollout_ref.actor.ulysses_sequence_parallel_size=2"], "it splits a sequence"),
@@ -88,36 +95,43 @@ def test_what_is_entered(spec: dict[str, Any]) -> None:
         (["algorithm.adv_estimator=rs_grpo", "algorithm.use_kl_in_reward=True"], "verl subtracts the KL term"),
     ],
 )
-def test_what_is_refused(words: list[str], said: str) -> None:
-    given = [word for word in of_perturbation({"name": "neighbor"}) if word]
-    with pytest.raises(UsageError, match=re.escape(said)):
-        overrides.prepare(configuration(*GRPO, *given, *words))
+def test_what_is_refused(words: list[str], message: str) -> None:
+    config = [*GRPO, *of_perturbation({"name": "neighbor"}), *words]
+    with pytest.raises(UsageError, match=re.escape(message)):
+        overrides.prepare(configuration(*config))
 
 
 def test_a_density_is_refused_what_it_would_not_be_part_of() -> None:
-    words = of_perturbation({"name": "gaussian", "density": "gaussian"})
+    words = [*GRPO, *of_perturbation({"name": "gaussian", "density": "gaussian"})]
     with pytest.raises(UsageError, match=r"use_kl_loss.*density=token"):
-        overrides.prepare(configuration(*GRPO, *words, "actor_rollout_ref.actor.use_kl_loss=True"))
-    overrides.prepare(configuration(*GRPO, *words))
+        overrides.prepare(configuration(*words, "actor_rollout_ref.actor.use_kl_loss=True"))
+    overrides.prepare(configuration(*words))
 
 
 def test_the_recipe_is_a_configuration_of_verl() -> None:
-    text = (ROOT / "examples" / "verl" / "n_grpo_r1_distill_qwen_1.5b.sh").read_text()
-    made, *_ = overrides.prepare(configuration(*words_of(text[text.index("python -m") :])))
-    assert made == registry.create("neighbor", rate=0.1)
+    script = (ROOT / "examples" / "verl" / "n_grpo_r1_distill_qwen_1.5b.sh").read_text()
+    command = script[script.index("python -m") :]
+    perturbation, *_ = overrides.prepare(configuration(*words_of(command)))
+    assert perturbation == registry.create("neighbor", rate=0.1)
 
 
 def test_an_advantage_is_verls_estimator() -> None:
-    words = ["algorithm.adv_estimator=rs_grpo", "+advantage.beta=2.0", GRPO[1]]
+    """Responses of prompts a and b are mixed, the third one is shorter, and the last one is verl's padding."""
+    words = ["algorithm.adv_estimator=rs_grpo", "+advantage.beta=2.0", VLLM]
     overrides.prepare(configuration(*words, *of_perturbation(NEIGHBOR)))
     rewards = torch.tensor([1.0, 0.0, 0.0, 2.0, 1.0, 0.0])
-    tokens, mask = torch.zeros(6, 4), torch.ones(6, 4)
-    tokens[:, 3], mask[2, 2:], mask[5] = rewards, 0.0, 0.0
-    tokens[2] = 0.0
+    token_rewards = torch.zeros(6, 4)
+    token_rewards[:, 3] = rewards
+    mask = torch.ones(6, 4)
+    mask[2, 2:] = 0.0
+    mask[5] = 0.0
     index = np.array(["a", "b", "a", "b", "a", "pad"], dtype=object)
-    found, returns = get_adv_estimator_fn("rs_grpo")(token_level_rewards=tokens, response_mask=mask, index=index)
+    estimator = get_adv_estimator_fn("rs_grpo")
+    token_advantages, returns = estimator(token_level_rewards=token_rewards, response_mask=mask, index=index)
+
     advantage = advantages.create("rs_grpo", beta=2.0)
     for rows in ([0, 2, 4], [1, 3]):
-        wanted = advantage.compute(rewards[rows][None])[0]
-        torch.testing.assert_close(found[rows], wanted[:, None] * mask[rows])
-    assert found[5].eq(0.0).all() and returns is found
+        expected = advantage.compute(rewards[rows][None])[0]
+        torch.testing.assert_close(token_advantages[rows], expected[:, None] * mask[rows])
+    assert token_advantages[5].eq(0.0).all()
+    assert returns is token_advantages

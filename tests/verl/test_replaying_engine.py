@@ -33,6 +33,7 @@ from perturbations.replay.trajectory import FinishedTrajectory
 from tests.support.tiny_folder import tiny_folder
 
 VOCABULARY = 199
+TEMPERATURE = 1.3
 NEIGHBOR = {"name": "neighbor", "rate": 0.5}
 LENGTHS = ((5, 9), (3, 4), (7, 1), (4, 11))  # tokens of prompt and answer
 
@@ -48,100 +49,199 @@ def group() -> Iterator[None]:
 @pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, smollm2: str) -> Path:
     """A small random model."""
-    made, sizes = tmp_path_factory.mktemp("model"), {"vocab_size": VOCABULARY, "hidden_size": 32}
-    options = {"intermediate_size": 64, "initializer_range": 0.2, "tie_word_embeddings": request.param}
-    return Path(tiny_folder(made, smollm2, "llama", **sizes, **options))
+    return Path(
+        tiny_folder(
+            tmp_path_factory.mktemp("model"),
+            smollm2,
+            "llama",
+            vocab_size=VOCABULARY,
+            hidden_size=32,
+            intermediate_size=64,
+            initializer_range=0.2,
+            tie_word_embeddings=request.param,
+        )
+    )
 
 
 def engine_of(folder: Path, packed: bool, reference: bool = False) -> Any:
-    loading = {"load_tokenizer": False, "override_config": {"attn_implementation": "sdpa"}}
-    packing = {"use_remove_padding": packed}
-    model = HFModelConfig(path=str(folder), enable_gradient_checkpointing=True, **loading, **packing)
-    fp32 = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
-    options = {"model_dtype": "fp32", "mixed_precision": fp32, "use_torch_compile": False}
-    config = FSDPEngineConfig(strategy="fsdp2", forward_only=reference, **options, **packing)
-    optimizer = None if reference else FSDPOptimizerConfig(lr=1e-2, total_training_steps=4)
-    made = EngineRegistry.new("language_model", "fsdp2", model, config, optimizer, None)
-    assert isinstance(made, ReplayingCPUEngine), "the registry must choose ours"
-    made._build_model_optimizer()
-    return made
+    """verl's engine of the model, for the actor or for the reference."""
+    model = HFModelConfig(
+        path=str(folder),
+        enable_gradient_checkpointing=True,
+        load_tokenizer=False,
+        override_config={"attn_implementation": "sdpa"},
+        use_remove_padding=packed,
+    )
+    config = FSDPEngineConfig(
+        strategy="fsdp2",
+        forward_only=reference,
+        model_dtype="fp32",
+        mixed_precision={"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"},
+        use_torch_compile=False,
+        use_remove_padding=packed,
+    )
+    optimizer = None
+    if not reference:
+        optimizer = FSDPOptimizerConfig(lr=1e-2, total_training_steps=4)
+    engine = EngineRegistry.new("language_model", "fsdp2", model, config, optimizer, None)
+    assert isinstance(engine, ReplayingCPUEngine), "the registry must choose ours"
+    engine._build_model_optimizer()
+    return engine
 
 
 def rollouts(seed: int = 1) -> tuple[list[torch.Tensor], list[ReplayRecord]]:
     """Tokens of a few samples, and a record of each that perturbs half of its answer."""
-    random, sequences, records = np.random.default_rng(seed), [], []
+    draws = np.random.default_rng(seed)
+    sequences = []
+    records = []
     for number, (prompt, answer) in enumerate(LENGTHS):
-        sequences.append(torch.from_numpy(random.integers(0, VOCABULARY, prompt + answer)))
+        sequences.append(torch.from_numpy(draws.integers(0, VOCABULARY, prompt + answer)))
         positions = np.arange(prompt, prompt + answer, 2, dtype=np.int32)
         count = len(positions)
-        ids = random.integers(0, VOCABULARY, (count, 3)).astype(np.int32)
-        weights = random.dirichlet(np.ones(3), count).astype(np.float32)
-        made = (number, prompt, prompt + answer, positions, ids, weights, None, np.ones(count, dtype=bool))
-        records.append(ReplayRecord(*made))
+        record = ReplayRecord(
+            seed=number,
+            prompt_tokens=prompt,
+            num_tokens=prompt + answer,
+            positions=positions,
+            ids=draws.integers(0, VOCABULARY, (count, 3)).astype(np.int32),
+            weights=draws.dirichlet(np.ones(3), count).astype(np.float32),
+            sigma=None,
+            agreed=np.ones(count, dtype=bool),
+        )
+        records.append(record)
     return sequences, records
 
 
-def batch_of(sequences: list[torch.Tensor], records: list[ReplayRecord], spec: Any = NEIGHBOR, **more: Any) -> Any:
-    """As verl's transfer queue hands it to a worker."""
+def random_advantages(records: list[ReplayRecord], draws: np.random.Generator) -> list[torch.Tensor]:
+    """An advantage for each token of each answer."""
+    advantages = []
+    for record in records:
+        values = draws.normal(size=record.num_tokens - record.prompt_tokens)
+        advantages.append(torch.from_numpy(values).float())
+    return advantages
 
-    def nested(parts: list[torch.Tensor]) -> torch.Tensor:
-        return torch.nested.as_nested_tensor(parts, layout=torch.jagged)
 
-    answers = [tokens[record.prompt_tokens :] for tokens, record in zip(sequences, records)]
-    carried = [FinishedTrajectory(record, np.zeros(record.num_tokens, np.float32)).pack() for record in records]
+def extra_fields_of(record: ReplayRecord, sampling_mask: SamplingMask | None = None) -> dict[str, Any]:
+    """The fields of a sample that a rollout adds to verl's."""
+    log_probs = np.zeros(record.num_tokens, np.float32)
+    return {KEY: FinishedTrajectory(record, log_probs, sampling_mask=sampling_mask).pack()}
+
+
+def batch_of(
+    sequences: list[torch.Tensor],
+    records: list[ReplayRecord],
+    spec: dict[str, Any] | None = NEIGHBOR,
+    **further: list[torch.Tensor],
+) -> Any:
+    """As verl's transfer queue hands it to a worker; ``further`` has values of each sample's answer, by their field."""
+
+    def nested(of_samples: list[torch.Tensor]) -> torch.Tensor:
+        return torch.nested.as_nested_tensor(of_samples, layout=torch.jagged)
+
+    prompts = []
+    answers = []
+    for tokens, record in zip(sequences, records):
+        prompts.append(tokens[: record.prompt_tokens])
+        answers.append(tokens[record.prompt_tokens :])
     fields = {
         "input_ids": nested(sequences),
         "position_ids": nested([torch.arange(len(tokens)) for tokens in sequences]),
-        "prompts": nested([tokens[: record.prompt_tokens] for tokens, record in zip(sequences, records)]),
+        "prompts": nested(prompts),
         "responses": nested(answers),
         "response_mask": nested([torch.ones(len(answer), dtype=torch.int64) for answer in answers]),
         "loss_mask": nested([torch.ones(len(answer), dtype=torch.int64) for answer in answers]),
-        "extra_fields": NonTensorStack(*({KEY: each} for each in carried)),
+        "extra_fields": NonTensorStack(*(extra_fields_of(record) for record in records)),
         "uid": NonTensorStack(*(f"0{number}" for number in range(len(records)))),
-        **{name: nested(parts) for name, parts in more.items()},
     }
+    for name, of_samples in further.items():
+        fields[name] = nested(of_samples)
     batch = TensorDict(fields, batch_size=[len(sequences)])
-    told = {"temperature": 1.3, "use_dynamic_bsz": True, "max_token_len_per_gpu": 24, "global_batch_size": 4}
-    tu.assign_non_tensor(batch, **told, **({KEY: registry.create(**spec).spec()} if spec else {}))
+    options: dict[str, Any] = {
+        "temperature": TEMPERATURE,
+        "use_dynamic_bsz": True,
+        "max_token_len_per_gpu": 24,
+        "global_batch_size": 4,
+    }
+    if spec is not None:
+        options[KEY] = registry.create(**spec).spec()
+    tu.assign_non_tensor(batch, **options)
     return batch
 
 
-def expected(folder: Path, sequences: list[torch.Tensor], records: list[ReplayRecord | None]) -> list[torch.Tensor]:
-    """log π of each sample's tokens but the first, by a plain model that replays."""
+def plain_model(folder: Path) -> Any:
     from transformers import AutoModelForCausalLM
 
-    model, found = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), []
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+def logits_of(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    """The logits of the T tokens but the first at the temperature, (T - 1, V)."""
+    return model(tokens[None]).logits[0, :-1] / TEMPERATURE
+
+
+def log_probs_of(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """log π of the tokens but the first, (T - 1,)."""
+    return logits.log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
+
+
+def expected_log_probs(
+    folder: Path, sequences: list[torch.Tensor], records: list[ReplayRecord] | list[None]
+) -> list[torch.Tensor]:
+    """log π of each sample's tokens but the first, by a plain model that replays."""
+    model = plain_model(folder)
+    log_probs = []
     for tokens, record in zip(sequences, records):
         with torch.no_grad(), replaying(model, [record]):
-            logits = model(tokens[None]).logits[0, :-1] / 1.3
-        found.append(logits.log_softmax(-1).gather(1, tokens[1:, None])[:, 0])
-    return found
+            log_probs.append(log_probs_of(logits_of(model, tokens), tokens))
+    return log_probs
+
+
+def assert_log_probs(of_engine: torch.Tensor, expected: list[torch.Tensor]) -> None:
+    """The engine's values are these; the last row of a sample belongs to no token."""
+    for log_probs, expected_values in zip(of_engine.unbind(), expected, strict=True):
+        torch.testing.assert_close(log_probs[:-1], expected_values, atol=1e-5, rtol=0.0)
+
+
+def gradients_of(engine: Any) -> dict[str, torch.Tensor]:
+    """The gradients of the engine's parameters, gathered from all ranks."""
+    gradients = {}
+    for name, parameter in engine.module.named_parameters():
+        if parameter.grad is not None:
+            gradients[name] = parameter.grad.full_tensor()
+    return gradients
+
+
+def assert_gradients(engine: Any, expected: dict[str, torch.Tensor]) -> None:
+    gradients = gradients_of(engine)
+    for name, gradient in expected.items():
+        with_name = partial("{}: {}".format, name)
+        torch.testing.assert_close(gradients[name], gradient, atol=2e-5, rtol=1e-4, msg=with_name)
 
 
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
 def test_forwards_replay(folder: Path, group: None, packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """In dynamic batches, which reorder the samples; of the actor as of the reference."""
     sequences, records = rollouts()
-    truth, plain = (expected(folder, sequences, each) for each in (records, [None] * 4))
-    assert max(float((a - b).abs().max()) for a, b in zip(truth, plain)) > 0.1
+    replayed = expected_log_probs(folder, sequences, records)
+    plain = expected_log_probs(folder, sequences, [None] * len(sequences))
+    differences = [float((with_replay - without).abs().max()) for with_replay, without in zip(replayed, plain)]
+    assert max(differences) > 0.1
     for reference in (False, True):
         engine = engine_of(folder, packed, reference)
         output = engine.infer_batch(batch_of(sequences, records))["model_output"]
-        for name in ("log_probs", TOKEN_LOG_PROBS):
-            for found, wanted in zip(output[name].unbind(), truth):
-                torch.testing.assert_close(found[:-1], wanted, atol=1e-5, rtol=0.0)
+        assert_log_probs(output["log_probs"], replayed)
+        assert_log_probs(output[TOKEN_LOG_PROBS], replayed)
         output = engine.infer_batch(batch_of(sequences, records, spec=None))["model_output"]
-        for found, wanted in zip(output["log_probs"].unbind(), plain):
-            torch.testing.assert_close(found[:-1], wanted, atol=1e-5, rtol=0.0)
-    # The test could not fail if nothing were replayed.
-    monkeypatch.setattr(replaying_engine, "ReplayScope", _nothing)
+        assert_log_probs(output["log_probs"], plain)
+
+    # Without the replay the test fails.
+    monkeypatch.setattr(replaying_engine, "ReplayScope", _replays_nothing)
+    output = engine.infer_batch(batch_of(sequences, records))["model_output"]
     with pytest.raises(AssertionError):
-        found = engine.infer_batch(batch_of(sequences, records))["model_output"]["log_probs"].unbind()
-        for one, wanted in zip(found, truth):
-            torch.testing.assert_close(one[:-1], wanted, atol=1e-5, rtol=0.0)
+        assert_log_probs(output["log_probs"], replayed)
 
 
-def _nothing(*_args: Any, **_kwargs: Any) -> Any:
+def _replays_nothing(*_args: Any, **_kwargs: Any) -> Any:
     return lambda *_: contextlib.nullcontext()
 
 
@@ -150,52 +250,83 @@ def test_a_training_step_replays(folder: Path, group: None, packed: bool) -> Non
     """verl's own loss has ratio 1 against the old log-probabilities of the replay, and a gradient."""
     sequences, records = rollouts()
     engine = engine_of(folder, packed)
-    truth = expected(folder, sequences, records)
-    old = [found[record.prompt_tokens - 1 :] for found, record in zip(truth, records)]
-    advantages = [torch.full((len(part),), float(number) - 1.5) for number, part in enumerate(old)]
-    batch = batch_of(sequences, records, old_log_probs=old, advantages=advantages)
-    options = {"strategy": "fsdp2", "rollout_n": 1, "ppo_micro_batch_size_per_gpu": 4, "use_dynamic_bsz": True}
-    actor = FSDPActorConfig(**options, fsdp_config=FSDPEngineConfig())
+    old_log_probs = []
+    advantages = []
+    replayed = expected_log_probs(folder, sequences, records)
+    for number, (log_probs, record) in enumerate(zip(replayed, records)):
+        of_answer = log_probs[record.prompt_tokens - 1 :]
+        old_log_probs.append(of_answer)
+        advantages.append(torch.full((len(of_answer),), number - 1.5))
+    batch = batch_of(sequences, records, old_log_probs=old_log_probs, advantages=advantages)
+    actor = FSDPActorConfig(
+        strategy="fsdp2",
+        rollout_n=1,
+        ppo_micro_batch_size_per_gpu=4,
+        use_dynamic_bsz=True,
+        fsdp_config=FSDPEngineConfig(),
+    )
     metrics = engine.train_batch(batch, partial(ppo_loss, actor))["metrics"]
     assert metrics["grad_norm"] > 0.0
-    kl = [float(getattr(value, "value", value)) for value in _flat(metrics["actor/ppo_kl"])]
+    kl = [float(getattr(value, "value", value)) for value in _as_list(metrics["actor/ppo_kl"])]
     assert max(map(abs, kl)) < 1e-5, kl
     assert sum(metrics[f"{KEY}/replayed"]) == sum(map(len, records))
 
 
-def _flat(values: Any) -> list[Any]:
-    if hasattr(values, "values") and not isinstance(values, dict):
-        values = values.values
-    return list(values) if isinstance(values, (list, tuple)) else [values]
+def _as_list(metric: Any) -> list[Any]:
+    """The values of one of verl's metrics, which is a number, a list of numbers, or an object that has them."""
+    if hasattr(metric, "values") and not isinstance(metric, dict):
+        metric = metric.values
+    return list(metric) if isinstance(metric, (list, tuple)) else [metric]
 
 
 def test_samples_without_their_record_are_refused(folder: Path, group: None) -> None:
     sequences, records = rollouts()
     engine = engine_of(folder, packed=False)
+
     batch = batch_of(sequences, records)
-    lost = [{KEY: None} if i == 2 else row for i, row in enumerate(tu.get(batch, "extra_fields"))]
-    batch["extra_fields"] = NonTensorStack(*lost)
+    extra_fields = list(tu.get(batch, "extra_fields"))
+    extra_fields[2] = {KEY: None}
+    batch["extra_fields"] = NonTensorStack(*extra_fields)
     with pytest.raises(RuntimeError, match="sample 02 has no replay record"):
         engine.infer_batch(batch)
-    moved = [dataclasses.replace(record, prompt_tokens=record.prompt_tokens - 1) for record in records]
+
     batch = batch_of(sequences, records)
-    rows = [{KEY: FinishedTrajectory(r, np.zeros(r.num_tokens, np.float32)).pack()} for r in moved]
-    batch["extra_fields"] = NonTensorStack(*rows)
+    shorter_prompts = [dataclasses.replace(record, prompt_tokens=record.prompt_tokens - 1) for record in records]
+    batch["extra_fields"] = NonTensorStack(*(extra_fields_of(record) for record in shorter_prompts))
     with pytest.raises(RuntimeError, match="3 \\+ 4 tokens of prompt and response"):
         engine.infer_batch(batch)
-    padding = batch_of(sequences, records)
-    padding["uid"] = NonTensorStack("00", "01", "pad12", "03")
-    engine.infer_batch(padding)  # a copy of another sample's record rides with it
+
+    # verl's padding is a copy of another sample, with that sample's record, which is not compared.
+    batch = batch_of(sequences, records)
+    batch["uid"] = NonTensorStack("00", "01", "pad12", "03")
+    engine.infer_batch(batch)
 
 
-def with_masks(batch: Any, records: list[ReplayRecord], sets: list[dict[int, np.ndarray]]) -> Any:
+TokensLeft = dict[int, np.ndarray]
+"""The tokens that sampling left, by their position in a sample."""
+
+
+def tokens_left(
+    sequences: list[torch.Tensor], records: list[ReplayRecord], draws: np.random.Generator
+) -> list[TokensLeft]:
+    """At every second position of each answer the drawn token and up to 19 others."""
+    of_samples = []
+    for tokens, record in zip(sequences, records):
+        by_position: TokensLeft = {}
+        for position in range(record.prompt_tokens, record.num_tokens, 2):
+            drawn = int(tokens[position])
+            by_position[position] = np.unique([drawn, *draws.integers(0, VOCABULARY, 19)])
+        of_samples.append(by_position)
+    return of_samples
+
+
+def with_masks(batch: Any, records: list[ReplayRecord], left: list[TokensLeft]) -> Any:
     """The batch with sampling masks, of the tokens left at some positions of each sample."""
-    packed = []
-    for record, of_sample in zip(records, sets):
-        mask = SamplingMask.of(VOCABULARY, {position: (False, ids) for position, ids in of_sample.items()})
-        log_probs = np.zeros(record.num_tokens, np.float32)
-        packed.append({KEY: FinishedTrajectory(record, log_probs, sampling_mask=mask).pack()})
-    batch["extra_fields"] = NonTensorStack(*packed)
+    extra_fields = []
+    for record, by_position in zip(records, left):
+        sets = {position: (False, ids) for position, ids in by_position.items()}
+        extra_fields.append(extra_fields_of(record, SamplingMask.of(VOCABULARY, sets)))
+    batch["extra_fields"] = NonTensorStack(*extra_fields)
     tu.assign_non_tensor(batch, **{CORRECT_MASK: True})
     return batch
 
@@ -203,44 +334,47 @@ def with_masks(batch: Any, records: list[ReplayRecord], sets: list[dict[int, np.
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
 def test_log_probabilities_among_the_tokens_that_sampling_left(folder: Path, group: None, packed: bool) -> None:
     """At every second position of a response 20 tokens were left; values and gradient are those of a plain model."""
-    from transformers import AutoModelForCausalLM
-
     sequences, records = rollouts()
-    random = np.random.default_rng(8)
-    sets: list[dict[int, np.ndarray]] = []
-    for tokens, record in zip(sequences, records):
-        of_sample = {}
-        for position in range(record.prompt_tokens, record.num_tokens, 2):
-            drawn = int(tokens[position])
-            of_sample[position] = np.unique([drawn, *random.integers(0, VOCABULARY, 19)])
-        sets.append(of_sample)
-    advantages = [torch.from_numpy(random.normal(size=r.num_tokens - r.prompt_tokens)).float() for r in records]
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    truth = []
-    for tokens, record, of_sample, own in zip(sequences, records, sets, advantages):
-        with replaying(model, [record]):
-            logits = model(tokens[None]).logits[0, :-1] / 1.3
-            log_probs = list(logits.log_softmax(-1).gather(1, tokens[1:, None])[:, 0])
-            for position, ids in of_sample.items():
-                row = logits[position - 1]
-                log_probs[position - 1] = row[tokens[position]] - row[torch.from_numpy(ids)].logsumexp(0)
-            (-(torch.stack(log_probs)[record.prompt_tokens - 1 :] * own).sum()).backward()
-        truth.append(torch.stack(log_probs).detach())
+    draws = np.random.default_rng(8)
+    left = tokens_left(sequences, records, draws)
+    advantages = random_advantages(records, draws)
+    expected, expected_gradients = _plain_masked(folder, sequences, records, left, advantages)
 
     engine = engine_of(folder, packed)
-    output = engine.infer_batch(with_masks(batch_of(sequences, records), records, sets))["model_output"]
-    for name in ("log_probs", TOKEN_LOG_PROBS):
-        for of_engine, wanted in zip(output[name].unbind(), truth):
-            torch.testing.assert_close(of_engine[:-1], wanted, atol=1e-5, rtol=0.0)
-    # The whole distribution's are others.
-    for of_engine, wanted in zip(expected(folder, sequences, records), truth):
-        assert float((of_engine - wanted).abs().max()) > 0.1
+    output = engine.infer_batch(with_masks(batch_of(sequences, records), records, left))["model_output"]
+    assert_log_probs(output["log_probs"], expected)
+    assert_log_probs(output[TOKEN_LOG_PROBS], expected)
+    # Those of the whole distribution are different.
+    for whole, among_left in zip(expected_log_probs(folder, sequences, records), expected):
+        assert float((whole - among_left).abs().max()) > 0.1
 
-    batch = with_masks(batch_of(sequences, records, advantages=advantages), records, sets)
+    batch = with_masks(batch_of(sequences, records, advantages=advantages), records, left)
     engine.forward_backward_batch(batch, _loss)
-    gradient = {name: p.grad.full_tensor() for name, p in engine.module.named_parameters() if p.grad is not None}
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(gradient[name], parameter.grad, atol=2e-5, rtol=1e-4)
+    assert_gradients(engine, expected_gradients)
+
+
+def _plain_masked(
+    folder: Path,
+    sequences: list[torch.Tensor],
+    records: list[ReplayRecord],
+    left: list[TokensLeft],
+    advantages: list[torch.Tensor],
+) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+    """log π among the tokens left, (T - 1,) of each sample, and the gradient of their loss, by a plain model."""
+    model = plain_model(folder)
+    values = []
+    for tokens, record, by_position, of_answer in zip(sequences, records, left, advantages):
+        with replaying(model, [record]):
+            logits = logits_of(model, tokens)
+            log_probs = list(log_probs_of(logits, tokens))
+            for position, ids in by_position.items():
+                row = logits[position - 1]
+                log_probs[position - 1] = row[tokens[position]] - row[torch.from_numpy(ids)].logsumexp(0)
+            masked = torch.stack(log_probs)
+            loss = -(masked[record.prompt_tokens - 1 :] * of_answer).sum()
+            loss.backward()
+        values.append(masked.detach())
+    return values, {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
 def test_samples_without_their_mask_are_refused(folder: Path, group: None) -> None:
@@ -251,64 +385,74 @@ def test_samples_without_their_mask_are_refused(folder: Path, group: None) -> No
         engine_of(folder, packed=False).infer_batch(batch)
 
 
-DENSITIES = [{"name": "multiplex", "density": "joint"}, {"name": "gaussian", "density": "gaussian", "sigma": 0.7}]
+DENSITIES = [
+    {"name": "multiplex", "density": "joint"},
+    {"name": "gaussian", "density": "gaussian", "sigma": 0.7},
+]
 
 
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
 @pytest.mark.parametrize("spec", DENSITIES, ids=lambda spec: spec["name"])
-def test_densities_take_the_place_of_the_token(
-    folder: Path, group: None, packed: bool, spec: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_densities_take_the_place_of_the_token(folder: Path, group: None, packed: bool, spec: dict[str, Any]) -> None:
     """Values and gradients are those of a plain model, sample by sample; the second counts by its score alone."""
     perturbation = registry.create(**spec)
     sequences, records = rollouts()
     if perturbation.score_only:
-        records = [dataclasses.replace(r, sigma=np.full(len(r), 0.2, np.float32)) for r in records]
-    random = np.random.default_rng(5)
-    advantages = [torch.from_numpy(random.normal(size=r.num_tokens - r.prompt_tokens)).float() for r in records]
-    values, gradient = _plain_densities(folder, sequences, records, perturbation, advantages)
+        records = [dataclasses.replace(record, sigma=np.full(len(record), 0.2, np.float32)) for record in records]
+    advantages = random_advantages(records, np.random.default_rng(5))
+    expected, expected_gradients = _plain_densities(folder, sequences, records, perturbation, advantages)
+
     engine = engine_of(folder, packed)
     output = engine.infer_batch(batch_of(sequences, records, spec))["model_output"]
-    for found, wanted in zip(output["log_probs"].unbind(), values):
-        torch.testing.assert_close(found[:-1], wanted, atol=1e-5, rtol=0.0)
-    own = expected(folder, sequences, records)
-    for found, wanted in zip(output[TOKEN_LOG_PROBS].unbind(), own):
-        torch.testing.assert_close(found[:-1], wanted, atol=1e-5, rtol=0.0)
+    assert_log_probs(output["log_probs"], expected)
+    assert_log_probs(output[TOKEN_LOG_PROBS], expected_log_probs(folder, sequences, records))
     engine.forward_backward_batch(batch_of(sequences, records, spec, advantages=advantages), _loss)
-    found = {name: p.grad.full_tensor() for name, p in engine.module.named_parameters() if p.grad is not None}
-    for name, wanted in gradient.items():
-        torch.testing.assert_close(found[name], wanted, atol=2e-5, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
-    # Another gradient than the tokens' own.
+    assert_gradients(engine, expected_gradients)
+
+    # The gradient of the tokens' own log-probabilities is another.
     engine.module.zero_grad()
     engine.forward_backward_batch(batch_of(sequences, records, NEIGHBOR, advantages=advantages), _loss)
-    others = {name: p.grad.full_tensor() for name, p in engine.module.named_parameters() if p.grad is not None}
-    assert max(float((others[name] - wanted).abs().max()) for name, wanted in gradient.items()) > 1e-2
+    of_tokens = gradients_of(engine)
+    differences = [float((of_tokens[name] - gradient).abs().max()) for name, gradient in expected_gradients.items()]
+    assert max(differences) > 1e-2
 
 
 def _loss(model_output: dict[str, Any], data: TensorDict, dp_group: Any = None) -> Any:
-    """−Σ A log π, of which every gradient is a part."""
-    parts = zip(model_output["log_probs"].unbind(), data["advantages"].unbind())
-    return -sum((row[len(row) - len(a) - 1 : -1] * a).sum() for row, a in parts), {}
+    """-Σ A log π, of which every gradient is a part."""
+    total = 0.0
+    for log_probs, advantages in zip(model_output["log_probs"].unbind(), data["advantages"].unbind()):
+        # The last row of a sample belongs to no token.
+        of_answer = log_probs[len(log_probs) - len(advantages) - 1 : -1]
+        total = total + (of_answer * advantages).sum()
+    return -total, {}
 
 
 def _plain_densities(
-    folder: Path, sequences: list[Any], records: list[Any], perturbation: Any, advantages: list[torch.Tensor]
+    folder: Path,
+    sequences: list[torch.Tensor],
+    records: list[ReplayRecord],
+    perturbation: Any,
+    advantages: list[torch.Tensor],
 ) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
-    from transformers import AutoModelForCausalLM
+    """The densities, (T - 1,) of each sample, and the gradient of their loss, by a plain model.
 
-    model, values = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), []
-    for tokens, record, own in zip(sequences, records, advantages):
-        full = torch.cat([torch.zeros(record.prompt_tokens), own])[None]
+    As in a training, a first forward computes the values, and a second one, which knows the advantages, the gradient.
+    """
+    model = plain_model(folder)
+    values = []
+    for tokens, record, of_answer in zip(sequences, records, advantages):
+        of_tokens = torch.cat([torch.zeros(record.prompt_tokens), of_answer])[None]
         for learning in (False, True):
             scope = ReplayScope(model.get_input_embeddings(), perturbation=perturbation)
             with torch.set_grad_enabled(learning), scope([record], torch.ones(1, len(tokens))):
-                logits = model(tokens[None]).logits / 1.3
-                plain = logits[0].log_softmax(-1).gather(1, tokens.roll(-1)[:, None])[:, 0]
-                densities = Densities(scope, 1.3, full if learning else None)
-                found = densities.override(logits, tokens[None], plain[None])[0, :-1]
+                logits = model(tokens[None]).logits / TEMPERATURE
+                log_probs = logits[0].log_softmax(-1).gather(1, tokens.roll(-1)[:, None])[:, 0]
+                densities = Densities(scope, TEMPERATURE, of_tokens if learning else None)
+                overridden = densities.override(logits, tokens[None], log_probs[None])[0, :-1]
                 if learning:
-                    by_token = torch.cat([found.new_zeros(1), found])[None]
-                    (-(densities.for_policy_loss(by_token)[0] * full[0]).sum()).backward()
+                    by_token = torch.cat([overridden.new_zeros(1), overridden])[None]
+                    loss = -(densities.for_policy_loss(by_token)[0] * of_tokens[0]).sum()
+                    loss.backward()
                 else:
-                    values.append(found)
-    return values, {name: p.grad for name, p in model.named_parameters()}
+                    values.append(overridden)
+    return values, {name: parameter.grad for name, parameter in model.named_parameters()}
