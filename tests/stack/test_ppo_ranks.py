@@ -22,7 +22,7 @@ import pytest
 
 from ngrpo.config import flag_checks
 from ngrpo.machine.upstream.openrlhf_flags import Flags, parsed
-from tests.support.own_process import RESULT, run_two_ranks
+from tests.support.own_process import RESULT, become_rank, run_two_ranks
 from tests.support.tiny_folder import tiny_folder
 
 HANGS = "Timed out waiting"
@@ -217,15 +217,7 @@ def build_trainer(strategy: Any, folder: str, micro: int) -> Any:
 
 def main(rank: int, port: str, ranks: int, folder: str, micro: int, *cases: Case) -> None:
     """One rank: trains on its share of each case, and prints what it did."""
-    os.environ |= {
-        "DS_ACCELERATOR": "cpu",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
-        "RANK": str(rank),
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": str(ranks),
-        "OMP_NUM_THREADS": "1",
-    }
+    become_rank(rank, port, ranks)
     from ngrpo.patches import install
 
     install(["cpu", "without_flash_attn"])

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Densities and perturbations with parameters on two ranks, under DeepSpeed ZeRO on a CPU; the ranks run this file."""
 
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +16,7 @@ import numpy as np
 from perturbations import ReplayRecord, create, parameters
 from tests.support.density_model import EVERY, hooked, name_of, record_of
 from tests.support.density_steps import a_step, likely
-from tests.support.own_process import run_two_ranks
+from tests.support.own_process import become_rank, run_two_ranks
 from tests.support.replay_examples import small
 
 # For each step, which of the two ranks have perturbed positions. Ranks would hang if they made different collective
@@ -37,15 +36,7 @@ def test_two_ranks(tmp_path: Path) -> None:
 @contextmanager
 def rank_of_two(rank: int, port: str) -> Iterator[None]:
     """One of two ranks in a gloo group; to be entered before DeepSpeed is imported."""
-    os.environ |= {
-        "DS_ACCELERATOR": "cpu",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
-        "RANK": str(rank),
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": "2",
-        "OMP_NUM_THREADS": "1",
-    }
+    become_rank(rank, port, ranks=2)
     import torch
 
     from ngrpo.machine.hardware.cpu import waited_for

@@ -88,6 +88,19 @@ def run_two_ranks(module: str, *arguments: str, timeout: float = 240.0, ranks: i
     return outputs
 
 
+def become_rank(rank: int, port: str, ranks: int) -> None:
+    """Gives this process the environment of one of several ranks on a CPU; it precedes the import of DeepSpeed."""
+    os.environ |= {
+        "DS_ACCELERATOR": "cpu",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "RANK": str(rank),
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": str(ranks),
+        "OMP_NUM_THREADS": "1",
+    }
+
+
 def alive(process: int) -> bool:
     """Whether there is such a process that has not ended."""
     with suppress(psutil.NoSuchProcess):
