@@ -105,7 +105,7 @@ MUTATIONS = {
         ("and share > _MOST_AWAKE:", "and share >= 1.0:", "an engine that does not sleep takes all"),
         ("savings.insert(0, _TURNS)", "pass", "memory: sleep is not offered with another saving"),
         ("if fits({**args, **_TURNS.args}, gpu):", "if False:", "memory: a smaller engine is offered before sleep"),
-        ("changed |= saving.args", "changed = {**args, **saving.args}", "memory: one saving of several is looked at"),
+        ("        args |= saving.args", "        args = saving.args", "memory: one saving of several is looked at"),
     ],
     ("ngrpo/machine/hardware/host_plan.py", _HOST): [
         ("return min(limits)", "return max(limits)", "host: a cgroup's limit"),

@@ -7,6 +7,7 @@ with bfloat16 or float16 parameters keeps 12 bytes of float32 for each trained p
 moments.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations, product
 from math import ceil, gcd
@@ -338,6 +339,11 @@ class _Saving(NamedTuple):
     args: dict[str, bool]
     effect: str
 
+    @property
+    def in_words(self) -> str:
+        """As the end of a message that says how to fix something."""
+        return f"{self.flags}, with which {self.effect}"
+
 
 _TURNS = _Saving(
     "--vllm.enable_sleep --ds.enable_sleep",
@@ -374,20 +380,26 @@ def _remedy(args: Args, gpu: float) -> str:
     if placement.is_hybrid(args):
         savings.insert(0, _TURNS)
         if fits({**args, **_TURNS.args}, gpu):
-            return f"{_TURNS.flags}, with which {_TURNS.effect}"
+            return _TURNS.in_words
     smaller = _fitting_share(args, gpu)
     if smaller is not None:
         return f"{_SHARE} {smaller:g}"
     for count in range(1, len(savings) + 1):
         for chosen in combinations(savings, count):
-            changed = dict(args)
-            for saving in chosen:
-                changed |= saving.args
-            if fits(changed, gpu):
-                flags = " ".join(saving.flags for saving in chosen)
-                effects = ", and ".join(saving.effect for saving in chosen)
-                return f"{flags}, with which {effects}"
+            together = _together(chosen)
+            if fits({**args, **together.args}, gpu):
+                return together.in_words
     return "more GPUs, a smaller --data.max_len, or a smaller model"
+
+
+def _together(savings: Sequence[_Saving]) -> _Saving:
+    """Several savings as one."""
+    args: dict[str, bool] = {}
+    for saving in savings:
+        args |= saving.args
+    flags = " ".join(saving.flags for saving in savings)
+    effect = ", and ".join(saving.effect for saving in savings)
+    return _Saving(flags, args, effect)
 
 
 def _fitting_share(args: Args, gpu: float) -> float | None:
