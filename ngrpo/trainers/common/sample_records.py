@@ -349,8 +349,8 @@ def _entry_of_each(
     side_inputs: Sequence[Any] | None, batch: int, name: str, unpacked: Callable[[bytes], _Entry]
 ) -> list[_Entry | None]:
     """One entry of each sample's dictionary, unpacked; None for a sample without it."""
-    found: list[_Entry | None] = []
+    of_samples: list[_Entry | None] = []
     for entries in side_inputs or [None] * batch:
         data = (entries or {}).get(name)
-        found.append(None if data is None else unpacked(data))
-    return found
+        of_samples.append(None if data is None else unpacked(data))
+    return of_samples
