@@ -10,8 +10,8 @@ Writes FOLDER/NAME-train.jsonl and FOLDER/NAME-eval.jsonl with the columns `inpu
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,9 @@ def main(name: str, folder: Path, held_out_rows: int) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) not in (3, 4) or sys.argv[1] not in DATASETS:
-        sys.exit(f"usage: python examples/study/problems.py {{{','.join(DATASETS)}}} FOLDER [HELD_OUT]")
-    main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]) if len(sys.argv) == 4 else EVAL_ROWS)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("name", choices=DATASETS)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("held_out", type=int, nargs="?", default=EVAL_ROWS, help="rows that are not trained on")
+    options = parser.parse_args()
+    main(options.name, options.folder, options.held_out)
