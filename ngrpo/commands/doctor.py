@@ -228,7 +228,7 @@ def _placement(hardware: str) -> Finding:
     models = architecture.size_table()
     for name in sorted(models, key=lambda model: models[model]["parameters"]):
         flags = planned_flags(name, machine)
-        if gpu_plan.notes(flags.args, machine):
+        if not gpu_plan.fits(flags.args, machine.memory):
             too_large.append(name)
         elif flags.has("--ds.adam_offload"):
             fitting_offloaded.append(name)

@@ -10,7 +10,7 @@ from ngrpo.config import flag_checks, input_checks, stretches
 from ngrpo.config.complete_run import CompleteRun
 from ngrpo.config.feature_kinds import ASYNC, CORRECTION, ESTIMATOR
 from ngrpo.config.run import GROUP_BASELINES
-from ngrpo.machine.hardware import gpu_plan, host_plan
+from ngrpo.machine.hardware import gpu_notes, host_plan
 from ngrpo.machine.upstream import placement
 from ngrpo.machine.upstream.openrlhf_flags import SIZES, Flags
 from ngrpo.methods.scoring import reward_alarms, reward_files
@@ -205,6 +205,6 @@ NOTES: tuple[Callable[[CompleteRun], Iterable[str]], ...] = (
     stretches.notes,
     lambda complete: input_checks.template_notes(complete.flags),
     lambda complete: input_checks.cut_notes(complete.flags),
-    lambda complete: gpu_plan.notes(complete.args, complete.machine),
+    lambda complete: gpu_notes.notes(complete.args, complete.machine),
     lambda complete: complete.run.profile.notes(complete.flags),
 )

@@ -97,12 +97,14 @@ MUTATIONS = {
         ("(share * gpu, _ASLEEP, _ASLEEP, _ASLEEP)", "(share * gpu,) * 4", "memory: an engine that sleeps keeps all"),
     ],
     ("ngrpo/machine/hardware/gpu_plan.py", _PLANS): [
+        ("and share > _MOST_AWAKE:", "and share >= 1.0:", "an engine that does not sleep takes all"),
+    ],
+    ("ngrpo/machine/hardware/gpu_notes.py", _PLANS): [
         (
             "range(ceil(100 * args[name]) - 1, 0, -1)",
             "range(1, ceil(100 * args[name]))",
             "memory: the smallest share that fits",
         ),
-        ("and share > _MOST_AWAKE:", "and share >= 1.0:", "an engine that does not sleep takes all"),
         ("savings.insert(0, _TURNS)", "pass", "memory: sleep is not offered with another saving"),
         ("if fits({**args, **_TURNS.args}, gpu):", "if False:", "memory: a smaller engine is offered before sleep"),
         ("        args |= saving.args", "        args = saving.args", "memory: one saving of several is looked at"),

@@ -7,11 +7,9 @@ with bfloat16 or float16 parameters keeps 12 bytes of float32 for each trained p
 moments.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import combinations, product
-from math import ceil, gcd
-from typing import NamedTuple
+from itertools import product
+from math import gcd
 
 from ngrpo.machine.hardware.lora_plan import trained_parameters, weight_bytes
 from ngrpo.machine.models import architecture
@@ -31,12 +29,12 @@ _FREE, _FREE_HYBRID, _ASLEEP = 2 * GIB, 4 * GIB, 2 * GIB
 # An engine counts its graphs and NCCL's buffers in its share of the GPU, so the CUDA context alone is beyond it.
 _FREE_ENGINE = GIB / 2
 _ALL, _NODES, _ACTOR = "--train.colocate_all", "--actor.num_nodes", "--actor.num_gpus_per_node"
-_ENGINES, _TENSOR, _SHARE = "--vllm.num_engines", "--vllm.tensor_parallel_size", "--vllm.gpu_memory_utilization"
+_ENGINES, _TENSOR, SHARE = "--vllm.num_engines", "--vllm.tensor_parallel_size", "--vllm.gpu_memory_utilization"
 # With these, engines or further models have GPUs of their own.
 _APART = ("--train.colocate_actor_ref", "--train.async_enable", "--train.colocate_critic_reward")
 # What an engine that does not sleep may take of a GPU shared with the trainer.
 _MOST_AWAKE = 0.8
-_DOCS, _ENGINE = "docs/clusters.md", "vLLM engine"
+DOCS, _ENGINE = "docs/clusters.md", "vLLM engine"
 _FOUR_BIT = "0.52Q + 2(P - Q), of which Q in 4 bits"
 PHASES = ("rollout", "scoring", "backward", "update")
 """A step's phases: responses are sampled; old and reference log-probabilities; backward passes; optimizer step."""
@@ -282,13 +280,13 @@ def default_flags(flags: Flags, machine: Machine, *, whole: bool = False) -> dic
             raise UsageError(
                 f"{apart[0]} gives half a placement: {' and '.join(missing)} missing. Fix: add"
                 f" {' '.join(f'{name} {half}' for name in missing)}, or leave {apart[0]} out, which places"
-                f" trainer and engines on the same GPUs ({_DOCS})."
+                f" trainer and engines on the same GPUs ({DOCS})."
             )
         return _ranks(flags, nodes or 1, ranks)
     gpus = (nodes or 1) * ranks or engines * tensor or nodes * largest or machine.total or 1
     ranks = ranks or gcd(gpus, largest)
     defaults: dict[str, Default] = {_ALL: None, **_ranks(flags, nodes or gpus // ranks, ranks)}
-    if not (given and flags.has(_SHARE, "--vllm.enable_sleep")):
+    if not (given and flags.has(SHARE, "--vllm.enable_sleep")):
         defaults |= {"--vllm.enable_sleep": None, "--ds.enable_sleep": None}
     if not given:
         defaults |= {"--actor.gradient_checkpointing_enable": None, "--ckpt.save_steps": "20"}
@@ -303,7 +301,7 @@ def default_flags(flags: Flags, machine: Machine, *, whole: bool = False) -> dic
     choice: dict[str, Default] = {}
     # The fastest first; all of them fit where the first does.
     for offload, parallel, stage, share in product(offloads, parallels, stages, ("0.6", "0.5")):
-        choice = {_ENGINES: str(max(gpus // parallel, 1)), _TENSOR: str(parallel), _SHARE: share}
+        choice = {_ENGINES: str(max(gpus // parallel, 1)), _TENSOR: str(parallel), SHARE: share}
         choice |= {"--ds.zero_stage": stage, **({"--ds.adam_offload": None} if offload else {})}
         try:
             if fits(flags.with_defaults(defaults | choice).args, machine.memory):
@@ -324,103 +322,6 @@ def _ranks(flags: Flags, nodes: int, per_node: int) -> dict[str, Default]:
     if nodes > 1:
         sizes["num_nodes"] = str(nodes)
     return {f"--{role}.{name}": size for role in roles for name, size in sizes.items()}
-
-
-class _Saving(NamedTuple):
-    """Flags that make a run take less GPU memory.
-
-    Attributes:
-        flags: as a user writes them.
-        args: the same as OpenRLHF's settings.
-        effect: what they do, as the end of "with which ...".
-    """
-
-    flags: str
-    args: dict[str, bool]
-    effect: str
-
-    @property
-    def in_words(self) -> str:
-        """As the end of a message that says how to fix something."""
-        return f"{self.flags}, with which {self.effect}"
-
-
-_TURNS = _Saving(
-    "--vllm.enable_sleep --ds.enable_sleep",
-    {"vllm.enable_sleep": True, "ds.enable_sleep": True},
-    "engines and trainer take turns",
-)
-_CHECKPOINTING = _Saving(
-    "--actor.gradient_checkpointing_enable",
-    {"actor.gradient_checkpointing_enable": True},
-    "activations are computed again in the backward pass",
-)
-_OFFLOAD = _Saving("--ds.adam_offload", {"ds.adam_offload": True}, "optimizer states stay on the host")
-
-
-def notes(args: Args, machine: Machine | None) -> list[str]:
-    """Warnings about a model of unknown size, and a placement that by its estimate does not fit; none without GPUs."""
-    if machine is None:
-        return []
-    names = models(args)
-    held = {names[model] for group in placement.groups(args) for model in group.models}
-    unknown = sorted(name for name in held if name is not None and architecture.size_of(name) is None)
-    if unknown:
-        return [_unknown_size(name) for name in unknown]
-    if fits(args, machine.memory):
-        return []
-    name = args["actor.model_name_or_path"]
-    remedy = _remedy(args, machine.memory)
-    return [f"{name} does not fit on {machine}, by the estimate that --dry-run prints. Fix: {remedy}."]
-
-
-def _remedy(args: Args, gpu: float) -> str:
-    """What makes a placement fit on GPUs of ``gpu`` bytes: the fewest flags, or more GPUs where no flags do."""
-    savings = [_CHECKPOINTING, _OFFLOAD]
-    if placement.is_hybrid(args):
-        savings.insert(0, _TURNS)
-        if fits({**args, **_TURNS.args}, gpu):
-            return _TURNS.in_words
-    smaller = _fitting_share(args, gpu)
-    if smaller is not None:
-        return f"{_SHARE} {smaller:g}"
-    for count in range(1, len(savings) + 1):
-        for chosen in combinations(savings, count):
-            together = _together(chosen)
-            if fits({**args, **together.args}, gpu):
-                return together.in_words
-    return "more GPUs, a smaller --data.max_len, or a smaller model"
-
-
-def _together(savings: Sequence[_Saving]) -> _Saving:
-    """Several savings as one."""
-    args: dict[str, bool] = {}
-    for saving in savings:
-        args |= saving.args
-    flags = " ".join(saving.flags for saving in savings)
-    effect = ", and ".join(saving.effect for saving in savings)
-    return _Saving(flags, args, effect)
-
-
-def _fitting_share(args: Args, gpu: float) -> float | None:
-    """The largest smaller share of a GPU for engines with which a placement fits, in hundredths; None without any."""
-    name = _SHARE.removeprefix("--")
-    for hundredths in range(ceil(100 * args[name]) - 1, 0, -1):
-        share = hundredths / 100
-        if fits({**args, name: share}, gpu):
-            return share
-    return None
-
-
-def _unknown_size(name: str) -> str:
-    """The warning about a model that the placement was not fitted to."""
-    plan = f"the size of {name} is unknown, so the placement is that of a small model and its memory is not estimated:"
-    if architecture.find_config(name) is None:
-        return (
-            f"{plan} its config.json is not here, and only a start asks the hub for it. Fix: run `hf download {name}"
-            " config.json`, or give the model's folder."
-        )
-    return f"{plan} transformers cannot make a model from its config.json. Give the placement's flags ({_DOCS})."
 
 
 def check(args: Args) -> None:
@@ -469,12 +370,12 @@ def check_machine(args: Args, machine: Machine | None) -> str | None:
     share = args["vllm.gpu_memory_utilization"]
     if placement.is_hybrid(args) and not args["vllm.enable_sleep"] and share > _MOST_AWAKE:
         raise UsageError(
-            f"{_SHARE} {share:g} without --vllm.enable_sleep leaves the trainer too little of the GPUs that it shares"
-            f" with the engines ({_ALL}). Fix: add --vllm.enable_sleep --ds.enable_sleep {_SHARE} 0.5."
+            f"{SHARE} {share:g} without --vllm.enable_sleep leaves the trainer too little of the GPUs that it shares"
+            f" with the engines ({_ALL}). Fix: add --vllm.enable_sleep --ds.enable_sleep {SHARE} 0.5."
         )
     if machine.free is not None and args["vllm.num_engines"] and share * machine.memory > machine.free:
         raise UsageError(
-            f"{_SHARE} {share:g} is {share * machine.memory / GIB:.1f} GiB of a GPU, and other processes leave"
+            f"{SHARE} {share:g} is {share * machine.memory / GIB:.1f} GiB of a GPU, and other processes leave"
             f" {machine.free / GIB:.1f} GiB of one. Fix: end them (`nvidia-smi` lists them), choose GPUs by"
             " CUDA_VISIBLE_DEVICES, or lower the share."
         )
@@ -490,6 +391,6 @@ def check_machine(args: Args, machine: Machine | None) -> str | None:
             fix = "Fix: fewer ranks and engines" if there else "Fix: start it where GPUs are"
             raise UsageError(
                 f"this run needs {count} {kind} and {there} {'is' if there == 1 else 'are'} there"
-                f" ({machine.source}): {held}. {fix}, or leave the placement out ({_DOCS})."
+                f" ({machine.source}): {held}. {fix}, or leave the placement out ({DOCS})."
             )
     return None

@@ -19,7 +19,7 @@ from ngrpo import cli
 from ngrpo.commands import doctor
 from ngrpo.config import complete_run, flag_checks, parse, rules
 from ngrpo.config.run import RunConfig
-from ngrpo.machine.hardware import gpu_plan
+from ngrpo.machine.hardware import gpu_notes, gpu_plan
 from ngrpo.machine.upstream import placement
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from perturbations.errors import UsageError
@@ -157,11 +157,11 @@ def test_engines_of_their_own_leave_room_for_a_context(shape: str, share: str | 
     words = apart if share is None else f"{apart} --vllm.gpu_memory_utilization {share}"
     flags = completed(words, shape, SIZES)
     machine = placement.planned(shape, "-")
-    notes = gpu_plan.notes(flags.args, machine)
+    notes = gpu_notes.notes(flags.args, machine)
     assert [note.split("Fix: ")[1] for note in notes] == [f"--vllm.gpu_memory_utilization {smaller}."] * bool(smaller)
     if smaller:
         fixed = completed(f"{apart} --vllm.gpu_memory_utilization {smaller}", shape, SIZES)
-        assert not gpu_plan.notes(fixed.args, machine)
+        assert not gpu_notes.notes(fixed.args, machine)
 
 
 @pytest.mark.parametrize(
@@ -176,13 +176,13 @@ def test_a_colocated_script_is_told_the_flags_with_which_it_fits(model: str, sha
     """A script for OpenRLHF that has its placement already, without sleep: nothing is added to it."""
     script = f"--model {model} --train.colocate_all --vllm.gpu_memory_utilization 0.6"
     machine = placement.planned(shape, "-")
-    (note,) = gpu_plan.notes(completed(script, shape, SIZES).args, machine)
+    (note,) = gpu_notes.notes(completed(script, shape, SIZES).args, machine)
     told = note.split("Fix: ")[1]
     if remedy is None:
         assert told == "more GPUs, a smaller --data.max_len, or a smaller model."
         return
     assert told.startswith(f"{remedy}, with which ")
-    assert not gpu_plan.notes(completed(f"{script} {remedy}", shape, SIZES).args, machine)
+    assert not gpu_notes.notes(completed(f"{script} {remedy}", shape, SIZES).args, machine)
 
 
 class TestRows:
