@@ -28,6 +28,9 @@ def reward_func(queries: list[str], prompts: list[str], labels: list[str]) -> di
     """
     rewards = torch.zeros(len(queries))
     for i, (query, prompt, label) in enumerate(zip(queries, prompts, labels)):
-        numbers = _NUMBER.findall(query[len(prompt) :])
-        rewards[i] = float(bool(numbers) and float(numbers[-1].replace(",", "")) == float(label))
+        response = query[len(prompt) :]
+        numbers = _NUMBER.findall(response)
+        if numbers:
+            last_number = float(numbers[-1].replace(",", ""))
+            rewards[i] = float(last_number == float(label))
     return {"rewards": rewards, "scores": rewards}

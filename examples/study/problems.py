@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import argparse
 import json
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
-EVAL_ROWS, TRAIN_ROWS = 16, 1024
+EVAL_ROWS = 16
+TRAIN_ROWS = 1024
 DATASETS: dict[str, tuple[str, dict[str, Any]]] = {
     "sum3": ("chain_sum", {"min_terms": 3, "max_terms": 3, "min_digits": 1, "max_digits": 1}),
     "chain2": ("chain_sum", {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}),
@@ -42,16 +44,19 @@ def problems(name: str, held_out_rows: int = EVAL_ROWS) -> tuple[list[dict[str, 
         return found
 
     held_out = dict(list(rows(0, 60).items())[:held_out_rows])
+    different = [row for question, row in rows(1, TRAIN_ROWS).items() if question not in held_out]
     # Few different questions are left where numbers are small; they come again, as those of the sums do.
-    train = [row for question, row in rows(1, TRAIN_ROWS).items() if question not in held_out]
-    return (train * -(-TRAIN_ROWS // len(train)))[:TRAIN_ROWS], list(held_out.values())
+    train = list(islice(cycle(different), TRAIN_ROWS))
+    return train, list(held_out.values())
 
 
 def main(name: str, folder: Path, held_out_rows: int) -> None:
     """Writes both files."""
     folder.mkdir(parents=True, exist_ok=True)
-    for part, rows in zip(("train", "eval"), problems(name, held_out_rows)):
-        (folder / f"{name}-{part}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    train, held_out = problems(name, held_out_rows)
+    for split, rows in (("train", train), ("eval", held_out)):
+        lines = [json.dumps(row) + "\n" for row in rows]
+        (folder / f"{name}-{split}.jsonl").write_text("".join(lines))
 
 
 if __name__ == "__main__":

@@ -3,10 +3,11 @@
 
 The CPU profile replaces OpenRLHF's weight sync by a file, and vLLM's CPU worker ignores sleep. Here the patches lose
 those rows and gain others, which replace CUDA's part alone: NCCL by gloo, a CUDA IPC handle by a file in shared
-memory, CUDA's memory pools by their bytes. A byte that sleeps is 255 (NaN in every floating-point dtype), and so is
-one of a weight that its sender has freed: whatever reads either shows it.
+memory, CUDA's memory pools by their bytes. A byte that sleeps is 255 (NaN in every floating-point dtype), and so is a
+byte of a weight that its sender has freed, so whatever reads one of them becomes NaN.
 
-``python -m tests.pipeline.as_on_cuda train …`` is ``ngrpo train …``. What happens is noted in $REHEARSAL/journal.
+``python -m tests.pipeline.as_on_cuda train …`` is ``ngrpo train …``. Every process notes its syncs and its sleep in the
+file $REHEARSAL/journal.
 """
 
 import dataclasses
@@ -35,13 +36,17 @@ from torch.utils._pytree import tree_leaves
 from tests.pipeline.harness import ROOT, train
 
 FOLDER = "REHEARSAL"
+"""The environment variable with the folder of a rehearsal."""
 V2_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
-_OURS = f"{__name__ if __name__ != '__main__' else 'tests.pipeline.as_on_cuda'}:"
-_ACTOR, _WRAP = "openrlhf.trainer.ray.ppo_actor", "openrlhf.trainer.ray.vllm_worker_wrap"
+MODULE = "tests.pipeline.as_on_cuda"
+"""This module's name, also where it runs as ``__main__``."""
+_ACTOR = "openrlhf.trainer.ray.ppo_actor"
+_WRAP = "openrlhf.trainer.ray.vllm_worker_wrap"
+# Upstream's module, the name in it, and the function below that makes its replacement.
 _ROWS = (
     ("torch", "empty", "cuda_is_the_host"),
-    ("torch.cuda", "current_stream", "nothing"),
-    ("torch.cuda", "synchronize", "nothing"),
+    ("torch.cuda", "current_stream", "does_nothing"),
+    ("torch.cuda", "synchronize", "does_nothing"),
     ("torch.multiprocessing.reductions", "reduce_tensor", "lent_in_shared_memory"),
     ("deepspeed.ops.adam.fused_adam", "FusedAdam", "adam_of_pytorch"),
     ("openrlhf.trainer.ray.utils", "get_physical_gpu_id", "gpu_of_ray"),
@@ -58,7 +63,7 @@ _ROWS = (
 
 
 def begin() -> None:
-    """Changes the table of this process, before its rows are put in place."""
+    """Changes the table of patches of this process, before its rows are put in place."""
     from ngrpo import patches
     from ngrpo.trainers.openrlhf import actor_trainer
 
@@ -67,10 +72,22 @@ def begin() -> None:
 
 
 def _patches() -> list[Any]:
+    """The rows as patches that fit the installed upstream, whichever release it is."""
     from ngrpo.machine.upstream.patch import Patch
 
-    ours = [Patch(module, name, _OURS + act, "cpu", "sha:", "", "") for module, name, act in _ROWS]
-    return [dataclasses.replace(row, upstream=row.state()) for row in ours]
+    patches = []
+    for module, attribute, function in _ROWS:
+        row = Patch(
+            module=module,
+            attribute=attribute,
+            ours=f"{MODULE}:{function}",
+            when="cpu",
+            upstream="sha:",
+            checked="",
+            why="",
+        )
+        patches.append(dataclasses.replace(row, upstream=row.state()))
+    return patches
 
 
 def begin_in_engine() -> None:
@@ -95,32 +112,39 @@ if any("multiprocessing.spawn" in word for word in sys.orig_argv):
 def rehearse(
     folder: Path, model: str, *flags: str, v2: bool = False
 ) -> tuple[subprocess.CompletedProcess, list[dict[str, Any]]]:
-    """A training under this folder, and its journal.
+    """A training in ``folder / "run"``, and the entries of its journal.
 
     ``v2`` chooses vLLM's V2 model runner, its default on a GPU, whose Triton kernels are interpreted.
     """
-    plugin = folder / "plugin" / "rehearsal-1.dist-info"
+    packages = folder / "plugin"
+    plugin = packages / "rehearsal-1.dist-info"
     plugin.mkdir(parents=True)
     (plugin / "METADATA").write_text("Metadata-Version: 2.1\nName: rehearsal\nVersion: 1\n")
-    (plugin / "entry_points.txt").write_text(f"[vllm.general_plugins]\nrehearsal = {_OURS}begin_in_engine\n")
-    paths = os.pathsep.join([str(ROOT), str(plugin.parent), os.environ.get("PYTHONPATH", "")])
-    environment = {FOLDER: str(folder), "PYTHONPATH": paths, V2_RUNNER: str(int(v2))}
+    (plugin / "entry_points.txt").write_text(f"[vllm.general_plugins]\nrehearsal = {MODULE}:begin_in_engine\n")
     if v2:
-        (plugin.parent / "sitecustomize.py").write_text(_INTERPRETED_IN_ENGINES)
-    program = [sys.executable, "-m", _OURS.rstrip(":"), "train", "--run-dir"]
+        (packages / "sitecustomize.py").write_text(_INTERPRETED_IN_ENGINES)
+    python_path = [str(ROOT), str(packages), os.environ.get("PYTHONPATH", "")]
+    environment = {
+        FOLDER: str(folder),
+        "PYTHONPATH": os.pathsep.join(python_path),
+        V2_RUNNER: str(int(v2)),
+    }
+    program = [sys.executable, "-m", MODULE, "train", "--run-dir"]
     result = train(folder / "run", model, *flags, env=environment, program=program)
-    journal = (folder / "journal").read_text().splitlines() if (folder / "journal").is_file() else []
-    return result, [json.loads(line) for line in journal]
+    journal = folder / "journal"
+    if not journal.is_file():
+        return result, []
+    return result, [json.loads(line) for line in journal.read_text().splitlines()]
 
 
 def in_every_worker(setup_hook: Callable[..., Callable[[], None]]) -> Callable[..., Callable[[], None]]:
-    """`launch.setup_hook`, whose hook begins here."""
+    """`launch.setup_hook`, whose hook calls :func:`begin` first."""
 
     def make(*args: object) -> Callable[[], None]:
         original = setup_hook(*args)
 
         def in_worker() -> None:
-            if os.environ.get(V2_RUNNER) == "1":  # the front end of an engine asks for Triton too
+            if os.environ.get(V2_RUNNER) == "1":  # The front end of an engine imports Triton too.
                 from tests.stack.as_on_cuda import interpret_triton
 
                 interpret_triton()
@@ -134,11 +158,11 @@ def in_every_worker(setup_hook: Callable[..., Callable[[], None]]) -> Callable[.
     return make
 
 
-def note(what: str, **more: object) -> None:
-    """A line in the journal, which all processes write."""
-    line = json.dumps({"what": what, "at": round(time.time(), 1), "process": os.getpid(), **more})
+def note(event: str, **details: object) -> None:
+    """Adds an entry to the journal, which all processes write."""
+    entry = {"event": event, "at": round(time.time(), 1), "process": os.getpid(), **details}
     with open(Path(os.environ[FOLDER], "journal"), "a") as journal:
-        journal.write(line + "\n")
+        journal.write(json.dumps(entry) + "\n")
 
 
 # --- CUDA's part of the sync -----------------------------------------------------------------------------------------
@@ -146,12 +170,14 @@ def note(what: str, **more: object) -> None:
 
 def cuda_is_the_host(original: Callable[..., Any]) -> Callable[..., Any]:
     def empty(*args: Any, **kwargs: Any) -> Any:
-        return original(*args, **{**kwargs, "device": "cpu"} if kwargs.get("device") == "cuda" else kwargs)
+        if kwargs.get("device") == "cuda":
+            kwargs["device"] = "cpu"
+        return original(*args, **kwargs)
 
     return empty
 
 
-def nothing(original: Callable[..., Any]) -> Callable[..., None]:
+def does_nothing(original: Callable[..., Any]) -> Callable[..., None]:
     return lambda *args: None
 
 
@@ -161,7 +187,7 @@ def adam_of_pytorch(original: type) -> type:
 
 
 def gpu_of_ray(original: Callable[..., str]) -> Callable[..., str]:
-    """The GPU that Ray gave a process: trainer and engine of one bundle must have the same."""
+    """The GPU that Ray gave a process, by which an engine finds the handle of the trainer in its own bundle."""
     return lambda: f"GPU-{os.environ['CUDA_VISIBLE_DEVICES']}"
 
 
@@ -183,31 +209,39 @@ def over_gloo(original: type) -> type:
     return GlooCommunicator
 
 
+# 255 in every byte is NaN in any floating-point dtype. 66 in every byte is 48 or so in float32: vLLM's CPU kernels read
+# whole blocks of the KV cache, and a NaN in such a block would spread.
+_SLEEPING = 255
+_RUBBISH = 66
+
 _lent: list[tuple[str, Any]] = []
+"""The files in shared memory that this process has lent, by their paths, and the memory that they map."""
 
 
 def lent_in_shared_memory(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A handle as CUDA's: the receiver sees the sender's memory, and rubbish once the sender has freed it."""
+    """A handle as CUDA's: the receiver sees the sender's memory, and NaN once the sender has freed it."""
 
     def reduce_tensor(tensor: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        _take_back()
+        _free_lent()
         path = f"/dev/shm/ngrpo-rehearsal-{uuid4().hex}"
         memory = torch.from_file(path, shared=True, size=tensor.nbytes, dtype=torch.uint8)
         memory.copy_(tensor.detach().reshape(-1).view(torch.uint8))
         _lent.append((path, memory))
+        # OpenRLHF's worker replaces the argument at index 6, the sender's device, by its own.
         return opened, (path, tensor.nbytes, tensor.dtype, tuple(tensor.shape), None, None, "the sender's device")
 
     return reduce_tensor
 
 
-def opened(path: str, size: int, dtype: Any, shape: tuple[int, ...], *_: object) -> Any:
-    """What a handle leads to."""
-    return torch.from_file(path, shared=True, size=size, dtype=torch.uint8).view(dtype).reshape(shape)
+def opened(path: str, nbytes: int, dtype: Any, shape: tuple[int, ...], *_: object) -> Any:
+    """The lent tensor, as the receiver of a handle opens it."""
+    memory = torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8)
+    return memory.view(dtype).reshape(shape)
 
 
-def _take_back() -> None:
+def _free_lent() -> None:
     for path, memory in _lent:
-        memory.fill_(255)
+        memory.fill_(_SLEEPING)
         os.unlink(path)
     _lent.clear()
 
@@ -228,25 +262,30 @@ def available(original: Callable[..., bool]) -> Callable[..., bool]:
     return lambda *args: True
 
 
-# Bytes: NaN in any floating-point dtype; 48 or so. (vLLM's CPU kernels read whole blocks.)
-_SLEEPING, _RUBBISH = 255, 66
-
-
 def _cpu_storages(tree: Any) -> dict[int, torch.UntypedStorage]:
-    parts = (part for part in tree_leaves(tree) if isinstance(part, Tensor) and part.device.type == "cpu")
-    return {part.untyped_storage()._cdata: part.untyped_storage() for part in parts}
+    """The storages of all CPU tensors in a tree, by the address of torch's object for each."""
+    storages = {}
+    for leaf in tree_leaves(tree):
+        if isinstance(leaf, Tensor) and leaf.device.type == "cpu":
+            storage = leaf.untyped_storage()
+            storages[storage._cdata] = storage
+    return storages
 
 
 class _Allocations(TorchDispatchMode):
+    """Remembers the storages that operations make inside it, without keeping them alive."""
+
     def __init__(self) -> None:
         super().__init__()
         self.made: dict[int, StorageWeakRef] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        given = _cpu_storages((args, kwargs))
-        self.made |= {key: StorageWeakRef(part) for key, part in _cpu_storages(out).items() if key not in given}
-        return out
+        output = func(*args, **(kwargs or {}))
+        inputs = _cpu_storages((args, kwargs))
+        for key, storage in _cpu_storages(output).items():
+            if key not in inputs:
+                self.made[key] = StorageWeakRef(storage)
+        return output
 
 
 class Pools:
@@ -262,33 +301,38 @@ class Pools:
         with self._pools.setdefault(tag, _Allocations()):
             yield
 
-    def _parts(self, tag: str) -> Iterator[Tensor]:
+    def _blocks(self, tag: str) -> Iterator[Tensor]:
+        """The bytes of each storage in a pool that is still alive, (N,) uint8."""
         for reference in self._pools[tag].made.values():
             storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
             if storage is not None and storage.nbytes():
                 yield torch.empty(0, dtype=torch.uint8).set_(storage)
 
     def addresses(self) -> set[int]:
-        """Where the parts of all pools begin."""
-        return {part.data_ptr() for tag in self._pools for part in self._parts(tag)}
+        """Where the blocks of all pools begin."""
+        return {block.data_ptr() for tag in self._pools for block in self._blocks(tag)}
 
     def suspend(self, level: int) -> None:
         """Takes the bytes of all pools away."""
         for tag in self._pools:
-            parts = list(self._parts(tag))
-            self._asleep[tag] = [(part, part.clone() if tag == "weights" else None) for part in parts]
-            for part in parts:
-                part.fill_(_SLEEPING)
+            self._asleep[tag] = []
+            for block in list(self._blocks(tag)):
+                saved = block.clone() if tag == "weights" else None
+                self._asleep[tag].append((block, saved))
+                block.fill_(_SLEEPING)
 
     def resume(self, tags: list[str] | None) -> None:
-        """Gives those of some pools back."""
+        """Gives the bytes of some pools back, or of all."""
         for tag in tags or list(self._asleep):
-            for part, saved in self._asleep.pop(tag):
-                part.fill_(_RUBBISH) if saved is None else part.copy_(saved)
+            for block, saved in self._asleep.pop(tag):
+                if saved is None:
+                    block.fill_(_RUBBISH)
+                else:
+                    block.copy_(saved)
 
 
 def sleeping_worker(plain: type) -> type:
-    """vLLM's worker for CPUs with the sleep of the one for GPUs, which ours is attached to."""
+    """vLLM's worker for CPUs with the sleep of its base class, the worker for GPUs, which has the project's patches."""
 
     class SleepingWorker(plain):  # type: ignore[misc, valid-type]
         def __init__(self, *args: object, **kwargs: object) -> None:
@@ -302,13 +346,20 @@ def sleeping_worker(plain: type) -> type:
             return self.pools
 
         def sleep(self, level: int = 1) -> None:
-            model, asleep = self.model_runner.get_model(), self.pools.addresses()
-            weights = {part.untyped_storage().data_ptr() for part in _tensors_of(model)}
-            ours = {part.untyped_storage().data_ptr() for part in _tensors_of(self.perturbation)} - weights
-            parts = model.named_parameters()
-            awake = [name for name, part in parts if part.untyped_storage().data_ptr() not in asleep]
-            note("sleep", ours=len(ours), lost=len(ours & asleep), awake=awake, v2=self.use_v2_model_runner)
-            with patch("torch.accelerator.get_memory_info", lambda: (0, 0)):  # of which it must not use more
+            model = self.model_runner.get_model()
+            asleep = self.pools.addresses()
+            weights = {_storage_address(tensor) for tensor in _tensors_of(model)}
+            perturbations = {_storage_address(tensor) for tensor in _tensors_of(self.perturbation)} - weights
+            awake = [name for name, weight in model.named_parameters() if _storage_address(weight) not in asleep]
+            note(
+                "sleep",
+                ours=len(perturbations),
+                lost=len(perturbations & asleep),
+                awake=awake,
+                v2=self.use_v2_model_runner,
+            )
+            # The base class asks the device before and after sleep: it must not use more memory than before.
+            with patch("torch.accelerator.get_memory_info", lambda: (0, 0)):
                 super(plain, self).sleep(level)
 
         def wake_up(self, tags: list[str] | None = None) -> None:
@@ -318,32 +369,49 @@ def sleeping_worker(plain: type) -> type:
     return SleepingWorker
 
 
+def _storage_address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
 def _tensors_of(root: object) -> list[Any]:
     """The tensors of an object and of what it is made of, as far as the project and torch's modules reach."""
-    found, seen, left = [], set(), [root]
-    while left:
-        part = left.pop()
-        if id(part) in seen or isinstance(part, str | bytes | int | float | np.ndarray | type):
+    tensors: list[Any] = []
+    visited: set[int] = set()
+    pending = [root]
+    while pending:
+        value = pending.pop()
+        if id(value) in visited or isinstance(value, str | bytes | int | float | np.ndarray | type):
             continue
-        seen.add(id(part))
-        if isinstance(part, torch.Tensor):
-            if part.numel():
-                found.append(part)
-        elif isinstance(part, Mapping):
-            left += part.values()
-        elif isinstance(part, list | tuple | set):
-            left += part
-        elif isinstance(part, torch.nn.Module) or type(part).__module__.startswith(("ngrpo", "perturbations")):
-            slots = (name for kind in type(part).__mro__ for name in getattr(kind, "__slots__", ()))
-            left += [*getattr(part, "__dict__", {}).values(), *(getattr(part, name, None) for name in slots)]
-    return found
+        visited.add(id(value))
+        if isinstance(value, Tensor):
+            if value.numel():
+                tensors.append(value)
+        elif isinstance(value, Mapping):
+            pending += value.values()
+        elif isinstance(value, list | tuple | set):
+            pending += value
+        elif isinstance(value, torch.nn.Module) or type(value).__module__.startswith(("ngrpo", "perturbations")):
+            pending += _attributes_of(value)
+    return tensors
+
+
+def _attributes_of(owner: object) -> list[Any]:
+    """The values of an object's attributes, also of those in slots."""
+    values = list(getattr(owner, "__dict__", {}).values())
+    for base in type(owner).__mro__:
+        for name in getattr(base, "__slots__", ()):
+            values.append(getattr(owner, name, None))
+    return values
 
 
 # --- what happens ----------------------------------------------------------------------------------------------------
 
 
 def noted_sync(original: Callable[..., None]) -> Callable[..., None]:
-    """All weights go to a file as well, for the engines to compare with theirs; LoRA sends those that it changes."""
+    """All weights go to a file as well, for the engines to compare with theirs.
+
+    The journal's entry names the parameters that engines must get: with LoRA those that training changes.
+    """
 
     def broadcast_to_vllm(self: Any) -> None:
         from ngrpo.machine.models import lora
@@ -352,15 +420,17 @@ def noted_sync(original: Callable[..., None]) -> Callable[..., None]:
 
         weights = gathered(self, keep=True)
         if torch.distributed.get_rank() == 0:
-            save_file({name: part.clone() for name, part in weights.items()}, Path(os.environ[FOLDER], "sent"))
-            model, names = self.actor.model.module, list(weights)
+            copies = {name: weight.clone() for name, weight in weights.items()}
+            save_file(copies, Path(os.environ[FOLDER], "sent"))
+            model = self.actor.model.module
+            names = list(weights)
             if lora.has_adapters(model):
                 changed = lora.changed_weights(model, lora_sync.noised_weights(model))
                 names = [weight.name for weight in changed]
             note("sync", parameters=names)
         torch.distributed.barrier()
         original(self)
-        _take_back()
+        _free_lent()
 
     return broadcast_to_vllm
 
@@ -375,46 +445,60 @@ def noted_update(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def noted_prepare(original: Callable[..., None]) -> Callable[..., None]:
-    """On CUDA a table of neighbors is made ahead; weights are compared with those that were sent."""
+    """Makes a table of neighbors ahead, as on CUDA, and compares the weights with those that were sent."""
 
     def prepare(self: Any) -> None:
         self._ahead = True
         original(self)
         sent = Path(os.environ[FOLDER], "sent")
-        note("prepare", wrong=list(_wrong(self, sent)) if sent.is_file() else [])
+        wrong = list(_wrong_parameters(self, sent)) if sent.is_file() else []
+        note("prepare", wrong=wrong)
 
     return prepare
 
 
-_STACKED = {".qkv_proj.": (".q_proj.", ".k_proj.", ".v_proj."), ".gate_up_proj.": (".gate_proj.", ".up_proj.")}
+_FUSED = {
+    ".qkv_proj.": (".q_proj.", ".k_proj.", ".v_proj."),
+    ".gate_up_proj.": (".gate_proj.", ".up_proj."),
+}
 
 
-def _wrong(attached: Any, sent: Path) -> Iterator[str]:
+def _wrong_parameters(attached: Any, sent_file: Path) -> Iterator[str]:
     """The engine's parameters that are not, to the bit, what was sent."""
     from perturbations import parameters
 
     own: dict[str, Any] = {}
-    weights = dict(parameters.split(load_file(sent).items(), own))
-    there = dict(attached._runner.get_model().named_parameters())
+    sent = dict(parameters.split(load_file(sent_file).items(), own))
+    held = dict(attached._runner.get_model().named_parameters())
     if attached.module is not None:
-        there |= {f"own {name}": part for name, part in attached.module.named_parameters()}
-        weights |= {f"own {name.rpartition('.')[2]}": part for name, part in own.items()}
-    for name, part in there.items():
-        stacked = next((key for key in _STACKED if key in name), None)
-        names = [name.replace(stacked, one) for one in _STACKED[stacked]] if stacked else [name]
-        expected = torch.cat([weights.pop(one) for one in names])
-        if not torch.equal(part[: len(expected)], expected):
+        for name, parameter in attached.module.named_parameters():
+            held[f"own {name}"] = parameter
+        for name, tensor in own.items():
+            sent[f"own {name}"] = tensor
+    for name, parameter in held.items():
+        expected = torch.cat([sent.pop(sent_name) for sent_name in _sent_names(name)])
+        # vLLM pads the rows of an embedding.
+        if not torch.equal(parameter[: len(expected)], expected):
             yield name
-    yield from (name for name in weights if name != "lm_head.weight")  # which is not there where it is tied
+    # A tied head is sent, but an engine has it in its embedding alone.
+    yield from (name for name in sent if name != "lm_head.weight")
+
+
+def _sent_names(name: str) -> list[str]:
+    """The parameters that are sent for one of vLLM's, which holds some of a layer's matrices as one."""
+    for fused, separate in _FUSED.items():
+        if fused in name:
+            return [name.replace(fused, projection) for projection in separate]
+    return [name]
 
 
 def main() -> None:
-    """`ngrpo` in this process."""
+    """`ngrpo` in this process, as on CUDA."""
     from ngrpo import cli
     from ngrpo.config import compatibility
     from ngrpo.trainers.openrlhf import launch
 
-    compatibility.HARDWARE = ()  # NCCL and sleep are what is rehearsed
+    compatibility.HARDWARE = ()  # It would refuse NCCL and sleep, which are what is rehearsed.
     begin()
     launch.setup_hook = in_every_worker(launch.setup_hook)
     sys.exit(cli.main())

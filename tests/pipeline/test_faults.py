@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Faults in the middle of a real run: each ends it with a message that says what happened (docs/troubleshooting.md).
 
-A run that was killed and resumed from its checkpoint is the run that was never killed, step by step.
+A run that was killed and resumed from its checkpoint equals, step by step, a run that was never killed.
 """
 
 import json
@@ -27,15 +27,26 @@ def reward_func(queries, prompts, labels, **_):
 """
 
 
-def wait_for(process: Popen[str], there: Callable[[], bool]) -> None:
-    until = time.monotonic() + 400
-    while not there():
-        assert process.poll() is None and time.monotonic() < until
+def wait_for(process: Popen[str], condition: Callable[[], bool]) -> None:
+    """Returns once the condition holds; the process must run until then."""
+    deadline = time.monotonic() + 400
+    while not condition():
+        assert process.poll() is None
+        assert time.monotonic() < deadline
         time.sleep(0.05)
 
 
-def first_step_in(log: Path) -> Callable[[], bool]:
-    return lambda: log.is_file() and "Global step 1" in log.read_text(errors="replace")
+def wait_for_first_step(process: Popen[str], log: Path) -> None:
+    wait_for(process, lambda: log.is_file() and "Global step 1" in log.read_text(errors="replace"))
+
+
+def engines_of(run: Popen[str]) -> list[psutil.Process]:
+    """The processes of a run's engines; other runs on this machine keep theirs."""
+    engines = []
+    for process in psutil.Process(run.pid).children(recursive=True):
+        if "ray::RolloutRayActor" in " ".join(process.cmdline()):
+            engines.append(process)
+    return engines
 
 
 def test_a_reward_function_that_fails(tmp_path: Path, smollm2: str) -> None:
@@ -43,46 +54,55 @@ def test_a_reward_function_that_fails(tmp_path: Path, smollm2: str) -> None:
     file.write_text(REWARD)
     result = train(tmp_path / "run", smollm2, *FLAGS, "--reward.remote_url", str(file))
     assert result.returncode == 1
-    for told in ("raised KeyError: 'no such label'", "prompt:", "response:"):
-        assert told in result.stdout[-3000:]
+    for message in ("raised KeyError: 'no such label'", "prompt:", "response:"):
+        assert message in result.stdout[-3000:]
     assert_nothing_runs(tmp_path)
 
 
 def test_an_engine_that_is_killed(tmp_path: Path, smollm2: str) -> None:
     log = tmp_path / "log"
     with begun(small(tmp_path / "run", smollm2, *FLAGS, "--log-file", str(log))) as process:
-        wait_for(process, first_step_in(log))
-        engines = [p for p in psutil.process_iter(["cmdline"]) if "ray::RolloutRayActor" in " ".join(p.info["cmdline"])]
+        wait_for_first_step(process, log)
+        engines = engines_of(process)
         assert engines
         for engine in engines:
             engine.send_signal(signal.SIGKILL)
         output, _ = process.communicate(timeout=300)
     assert process.returncode == 1
-    assert "training failed" in output and "died" in output
-    assert (tmp_path / "run" / "checkpoints" / "_actor" / "latest").is_file(), "what was saved is still there"
+    assert "training failed" in output
+    assert "died" in output
+    assert (tmp_path / "run" / "checkpoints" / "_actor" / "latest").is_file(), "the saved checkpoint is lost"
     assert_nothing_runs(tmp_path)
 
 
-@pytest.mark.parametrize(("sent", "code", "word"), [(signal.SIGTERM, 143, "terminated"), (signal.SIGKILL, -9, "")])
-def test_a_training_that_is_ended(tmp_path: Path, smollm2: str, sent: signal.Signals, code: int, word: str) -> None:
+@pytest.mark.parametrize(
+    ("end_signal", "code", "message"),
+    [(signal.SIGTERM, 143, "terminated"), (signal.SIGKILL, -9, "")],
+)
+def test_a_training_that_is_ended(
+    tmp_path: Path, smollm2: str, end_signal: signal.Signals, code: int, message: str
+) -> None:
     """SIGTERM, as Slurm and Kubernetes send it, leaves the summary and the report; no process outlives even SIGKILL."""
-    log, run = tmp_path / "log", tmp_path / "run"
+    run = tmp_path / "run"
+    log = tmp_path / "log"
     log.write_text("of an earlier run\n")
     flags = [*FLAGS, "--vllm.num_engines", "2", "--data.max_samples", "64", "--log-file", str(log)]
     with begun(small(run, smollm2, *flags)) as process:
-        wait_for(process, first_step_in(log))
+        wait_for_first_step(process, log)
         time.sleep(3.0)
         started = psutil.Process(process.pid).children(recursive=True)
-        process.send_signal(sent)
+        process.send_signal(end_signal)
         output, _ = process.communicate(timeout=60)
     assert process.returncode == code
     assert_nothing_runs(tmp_path)
-    _, running = psutil.wait_procs(started, timeout=30)  # Ray's agents would look for their control store for 60 s
-    assert not [process for process in running if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+    # Unless they are ended too, Ray's agents look for their control store for 60 s.
+    _, left = psutil.wait_procs(started, timeout=30)
+    assert not [process for process in left if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
     assert log.read_text(errors="replace").startswith("of an earlier run\n")
     assert (run / "checkpoints" / "_actor" / "latest").is_file()
-    if word:
-        assert word in output and "--ckpt.load_enable continues from the last checkpoint" in output
+    if message:
+        assert message in output
+        assert "--ckpt.load_enable continues from the last checkpoint" in output
         assert json.loads((run / "summary.json").read_text())["steps"][0]["step"] == 1
         assert (run / "report.html").is_file()
 
@@ -93,16 +113,25 @@ RESUMABLE = [
     *[*LOUD, "--perturbation", "neighbor", "--perturbation.rate", "0.5", "--advantage", "copo"],
     *["--ckpt.save_steps", "1", "--ckpt.max_num", "1", "--train.num_episodes", "2"],
 ]
-# Wall-clock times differ from run to run, and so do sizes that depend on them. A resumed process measures its own scale
-# of gaps, and the drift of neighbor sets from its own start on.
-CLOCK = ("seconds", "tokens_per_second", "gap_unperturbed_mean", "neighbors_changed", "neighbors_changed_since_start")
+# The ends of the names of what differs from run to run: wall-clock times, and sizes that depend on them. A resumed
+# process measures its own scale of gaps, and the drift of neighbor sets from its own start on.
+NOT_REPRODUCIBLE = (
+    "seconds",
+    "tokens_per_second",
+    "gap_unperturbed_mean",
+    "neighbors_changed",
+    "neighbors_changed_since_start",
+)
 
 
 def later_steps(folder: Path) -> list[dict[str, Any]]:
-    """Those after the second, without what the clock decides."""
+    """The steps after the second, without what differs from run to run."""
     steps = json.loads((folder / "summary.json").read_text())["steps"][-2:]
     assert [step["step"] for step in steps] == [3, 4]
-    return [{key: value for key, value in step.items() if not key.endswith(CLOCK)} for step in steps]
+    reproducible = []
+    for step in steps:
+        reproducible.append({name: value for name, value in step.items() if not name.endswith(NOT_REPRODUCIBLE)})
+    return reproducible
 
 
 def killed_and_resumed(folder: Path, smollm2: str, *flags: str) -> list[dict[str, Any]]:
@@ -127,12 +156,12 @@ def test_killed_in_a_step_and_resumed(tmp_path: Path, smollm2: str) -> None:
 
 
 def test_where_asynchronous_the_round_and_the_counts_go_on(tmp_path: Path, smollm2: str) -> None:
-    """Its rollouts are a step ahead of the training, so it is no copy of a whole run; what it counts continues."""
+    """Its rollouts are a step ahead of the training, so it does not equal a whole run, but its counts continue."""
     folder = tmp_path / "run"
     resumed = killed_and_resumed(folder, smollm2, *RESUMABLE, "--train.async_enable")
-    third, fourth = (step["advantage_outcomes"] for step in resumed)
-    assert 16 < third <= fourth, "a step has 16 answers, so some are of the steps before the kill"
+    third, fourth = [step["advantage_outcomes"] for step in resumed]
+    assert 16 < third <= fourth, "a step has 16 answers, so more outcomes need the steps before the kill"
     (states,) = folder.glob("checkpoints/_actor/global_step4/mp_rank_*_model_states.pt")
-    kept = torch.load(states, weights_only=False)
-    assert kept["data_loader_state_dict"]["ngrpo_round"] == 4
-    assert len(kept["ngrpo"]["visits"]) == fourth
+    checkpoint = torch.load(states, weights_only=False)
+    assert checkpoint["data_loader_state_dict"]["ngrpo_round"] == 4
+    assert len(checkpoint["ngrpo"]["visits"]) == fourth

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a perturbed run may be combined with: each trains for real, and its replay is exact. Slow: `make test-all`.
 
-Variants that do not hide each other share a run. In every one the gap between the log-probabilities of rollout and
-trainer is judged, by the test and by the run itself (`--perturbation.strict`). The first test is a replay that is
-wrong, which both must notice.
+Variants that do not hide each other share a run. In every run the gap between the log-probabilities of rollout and
+trainer is judged, by the test and by the run itself (`--perturbation.strict`). The first test has a wrong replay, which
+a strict run must notice.
 """
 
 import json
@@ -21,7 +21,8 @@ from tests.support.tiny_folder import tiny_folder
 pytestmark = pytest.mark.slow
 
 USER_FILES = Path(__file__).with_name("user_files")
-# Half of the inputs, far from the token's own: without the replay the gap is many times that of rounding.
+EMBEDDING = "model.embed_tokens.weight"
+# Half of the inputs are far from the token's own: without the replay the gap is many times that of rounding.
 NEIGHBOR = ["--perturbation", "neighbor", "--perturbation.rate", "0.5", "--perturbation.mix_temperature", "3"]
 # A replay that is wrong widens the gap at plain positions too, since they see the wrong inputs before them: both are
 # held to GAP.
@@ -29,8 +30,6 @@ STRICT = ["--perturbation.strict", "--perturbation.gap_limit", "2.5"]
 NO_REFERENCE = ["--algo.kl.init_coef", "0"]
 # Batches of four samples, so that two ranks have one each and one rank several.
 SMALL_BATCHES = ["--rollout.micro_batch_size", "4", "--train.micro_batch_size", "4"]
-
-STALENESS = ("left_out", "tokens_0", "tokens_1", "gap_0")
 
 
 def run(folder: Path, model: str, *flags: str, ratio: float = 1e-3) -> dict[str, Any]:
@@ -41,21 +40,26 @@ def run(folder: Path, model: str, *flags: str, ratio: float = 1e-3) -> dict[str,
     summary = json.loads((folder / "summary.json").read_text())
     assert len(summary["steps"]) >= 2, "a weight sync lies between the rollouts"
     for step in summary["steps"]:
-        perturbed, plain = step["gap_perturbed_mean"], step["gap_plain_mean"]
+        perturbed = step["gap_perturbed_mean"]
+        plain = step["gap_plain_mean"]
         print(f"step {step['step']:.0f}: gap {perturbed:.1e} after perturbed inputs, {plain:.1e} at plain positions")
-        assert 0.2 < step["rate"] <= step["planned_rate"] and step["shift"] > 0.0
-        assert max(perturbed, plain) <= GAP
-    # Old log-probabilities and the training forward replay alike.
+        assert 0.2 < step["rate"] <= step["planned_rate"]
+        assert step["shift"] > 0.0
+        assert perturbed <= GAP
+        assert plain <= GAP
+    # The ratio is 1 if the forward of the old log-probabilities and that of training replay alike.
     assert summary["steps"][0]["ratio_mean"] == pytest.approx(1.0, abs=ratio)
     return summary
 
 
+def embedding_of(folder: str) -> torch.Tensor:
+    return load_file(Path(folder) / "model.safetensors")[EMBEDDING].float()
+
+
 def moved(summary: dict[str, Any], model: str) -> float:
     """How far the saved model is from the one that the training began with, summed over the embedding."""
-    name = "model.embed_tokens.weight"
-    folders = (summary["places"]["checkpoint"], model)
-    saved, begun = (load_file(Path(folder) / "model.safetensors")[name].float() for folder in folders)
-    return float((saved - begun).abs().sum())
+    saved = embedding_of(summary["places"]["checkpoint"])
+    return float((saved - embedding_of(model)).abs().sum())
 
 
 def test_a_replay_that_is_wrong_is_noticed(tmp_path: Path, smollm2: str) -> None:
@@ -63,57 +67,69 @@ def test_a_replay_that_is_wrong_is_noticed(tmp_path: Path, smollm2: str) -> None
     result = train(tmp_path, smollm2, *LOUD, *NEIGHBOR, *NO_REFERENCE, "--perturbation.strict", *buffer)
     assert result.returncode == 1
     end = result.stdout[-4000:]
-    assert "training failed" in end and "log-probabilities of rollout and trainer differ" in end
+    assert "training failed" in end
+    assert "log-probabilities of rollout and trainer differ" in end
 
 
 def test_a_model_of_the_transformers_backend(tmp_path: Path, smollm2: str) -> None:
     """vLLM has no class of its own for SmolLM3: its ids come in the shape (1, N).
 
-    Strict: the engine proves itself before the first request and after each sync. Reproducible: it is paused for that.
+    A strict run checks the engine before the first request and after each sync; a reproducible one is paused for that.
     """
-    tokens = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}
     (tmp_path / "model").mkdir()
-    model = tiny_folder(tmp_path / "model", smollm2, "smollm3", initializer_range=0.1, **tokens)
+    model = tiny_folder(
+        tmp_path / "model",
+        smollm2,
+        "smollm3",
+        initializer_range=0.1,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=2,
+    )
     flags = ["--perturbation", "neighbor", "--perturbation.variant", "released", "--perturbation.rate", "0.5"]
     result = train(tmp_path / "run", model, *LOUD, *flags, "--perturbation.strict", "--reproducible")
     assert result.returncode == 0, result.stdout[-6000:]
     for step in json.loads((tmp_path / "run" / "summary.json").read_text())["steps"]:
         assert step["rate"] == pytest.approx(0.5, abs=0.12)
-        assert max(step[f"gap_{kind}_mean"] for kind in ("perturbed", "plain", "before")) < 0.1
+        for positions in ("perturbed", "plain", "before"):
+            assert step[f"gap_{positions}_mean"] < 0.1, positions
 
 
 def test_two_ranks_of_zero_2(tmp_path: Path, smollm2: str) -> None:
     """With two epochs of two updates for each rollout, and a moving average of the weights, which is what is saved."""
-    flags = ["--actor.num_gpus_per_node", "2", "--train.max_epochs", "2", "--train.batch_size", "8"]
-    average = ["--train.enable_ema", "--train.ema_beta", "0.5", "--ckpt.save_steps", "2"]
-    # Small updates: the second epoch's ratio is then of the replay as well, and not of a policy that has gone far.
-    learning = ["--actor.adam.lr", "1e-5", "--actor.lr_warmup_ratio", "0"]
-    summary = run(tmp_path, smollm2, *learning, *NEIGHBOR, *NO_REFERENCE, *SMALL_BATCHES, *flags, *average, ratio=0.1)
-    last = tmp_path / "checkpoints" / "_actor" / "global_step2" / "mp_rank_00_model_states.pt"
-    name = "model.embed_tokens.weight"
-    trained = torch.load(last, weights_only=False)["module"][name].float()
-    begun = load_file(Path(smollm2) / "model.safetensors")[name].float()
-    assert 0.0 < moved(summary, smollm2) < float((trained - begun).abs().sum())
+    # Updates are small, so that the second epoch's ratio shows the replay and not a policy that has gone far.
+    flags = [*NEIGHBOR, *NO_REFERENCE, *SMALL_BATCHES, "--actor.adam.lr", "1e-5", "--actor.lr_warmup_ratio", "0"]
+    flags += ["--actor.num_gpus_per_node", "2", "--train.max_epochs", "2", "--train.batch_size", "8"]
+    flags += ["--train.enable_ema", "--train.ema_beta", "0.5", "--ckpt.save_steps", "2"]
+    summary = run(tmp_path, smollm2, *flags, ratio=0.1)
+    states = tmp_path / "checkpoints" / "_actor" / "global_step2" / "mp_rank_00_model_states.pt"
+    trained = torch.load(states, weights_only=False)["module"][EMBEDDING].float()
+    trained_moved = float((trained - embedding_of(smollm2)).abs().sum())
+    assert 0.0 < moved(summary, smollm2) < trained_moved
 
 
 def test_two_ranks_of_zero_3(tmp_path: Path, smollm2: str) -> None:
     """With a sharded reference, reentrant gradient checkpointing, and the best checkpoint by an evaluation."""
-    flags = ["--actor.num_gpus_per_node", "2", "--ref.num_gpus_per_node", "2", "--ds.zero_stage", "3"]
-    reference = ["--algo.kl.use_loss", "--algo.kl.estimator", "k3", "--algo.kl.init_coef", "0.001"]
+    flags = [*LOUD, *NEIGHBOR, *SMALL_BATCHES, "--actor.num_gpus_per_node", "2", "--ref.num_gpus_per_node", "2"]
+    flags += ["--algo.kl.use_loss", "--algo.kl.estimator", "k3", "--algo.kl.init_coef", "0.001"]
+    flags += ["--ds.zero_stage", "3"]
     flags += ["--actor.gradient_checkpointing_enable", "--actor.gradient_checkpointing_reentrant"]
     flags += ["--eval.steps", "1", "--eval.n_samples_per_prompt", "1"]
-    summary = run(tmp_path, smollm2, *LOUD, *NEIGHBOR, *reference, *SMALL_BATCHES, *flags)
+    summary = run(tmp_path, smollm2, *flags)
     assert moved(summary, smollm2) > 0.0
     assert list((tmp_path / "checkpoints" / "_actor").glob("best_global_step*"))
 
 
 def half_solved(folder: Path, problems: int) -> list[str]:
     """Flags for sums of which every second cannot be solved, and half the answers to each of the others are right."""
-    reward = shutil.copy(USER_FILES / "half_solved.py", folder)
-    labels = ["no answer" if n % 2 == 0 else str(n + 3) for n in range(problems)]
-    rows = [{"input": f"What is {n} + 3? Answer briefly.", "label": label} for n, label in enumerate(labels)]
+    rows = []
+    for number in range(problems):
+        label = "no answer" if number % 2 == 0 else str(number + 3)
+        rows.append({"input": f"What is {number} + 3? Answer briefly.", "label": label})
     file = folder / "problems.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    # The reward leaves its marks of the engines beside its own file, so that file is copied.
+    reward = shutil.copy(USER_FILES / "half_solved.py", folder)
     return ["--data.prompt_dataset", str(file), "--data.max_samples", str(problems), "--reward.remote_url", str(reward)]
 
 
@@ -124,15 +140,15 @@ def test_two_engines_with_dynamic_filtering_and_dynamic_batches(tmp_path: Path, 
     summary = run(tmp_path / "run", smollm2, *LOUD, *NEIGHBOR, *flags)
     assert moved(summary, smollm2) > 0.0
     assert len(list(tmp_path.glob("engine-*"))) == 2
-    passed = summary["scalars"]["train/dynamic_filtering_pass_rate"].values()
-    assert min(passed) < 400, "4 answers to each problem, and none in the batch to those that were filtered away"
+    pass_rates = summary["scalars"]["train/dynamic_filtering_pass_rate"].values()
+    assert min(pass_rates) < 400, "4 answers to each problem, and none in the batch to those that were filtered away"
 
 
 def test_two_engines_of_two_tensor_parallel_ranks(tmp_path: Path, tiny: str) -> None:
-    flags = ["--vllm.num_engines", "2", "--vllm.tensor_parallel_size", "2", *half_solved(tmp_path, 12)]
-    # A random model: only large steps make the weights of an engine that was left out visible.
-    learning = ["--actor.adam.lr", "1e-2", "--actor.lr_warmup_ratio", "0"]
-    summary = run(tmp_path / "run", tiny, *learning, *NEIGHBOR, *NO_REFERENCE, *flags)
+    flags = [*NEIGHBOR, *NO_REFERENCE, "--vllm.num_engines", "2", "--vllm.tensor_parallel_size", "2"]
+    # The model is random: only large steps make the weights of an engine that was left out visible.
+    flags += ["--actor.adam.lr", "1e-2", "--actor.lr_warmup_ratio", "0"]
+    summary = run(tmp_path / "run", tiny, *flags, *half_solved(tmp_path, 12))
     assert moved(summary, tiny) > 0.0
     assert len(list(tmp_path.glob("engine-*"))) == 2
 
@@ -141,16 +157,27 @@ def test_two_engines_of_two_tensor_parallel_ranks(tmp_path: Path, tiny: str) -> 
 def test_an_agent_with_a_tool_between_its_turns_and_one_that_rewrites_them(
     agent: str, tmp_path: Path, smollm2: str
 ) -> None:
-    """The second asynchronously, from three batches: the engines draw the second one during the first step, so it is a
-    sync older than the weights that it would train, and is left out. The third one is drawn after that sync."""
-    flags = [*NEIGHBOR, *NO_REFERENCE, "--train.agent_func_path", str(USER_FILES / f"{agent}.py")]
-    asynchronous = ["--train.async_enable", "--sampling.max_staleness", "0", "--data.max_samples", "12"]
-    mode = asynchronous if agent == "rewriting" else []
-    summary = run(tmp_path, smollm2, *flags, "--data.max_len", "256", *LOUD, *mode)
-    if mode:
-        staleness = {name: list(summary["scalars"][f"train/staleness/{name}"].values()) for name in STALENESS}
-        assert staleness["left_out"] == [0.0, 16.0]
-        assert min(staleness["tokens_0"]) > 0.0 and staleness["tokens_1"] == [0.0, 0.0]
-        assert max(staleness["gap_0"]) <= GAP
-    assert set(summary["scalars"]["train/turns"].values()) == {3.0}
-    assert all(bool(step.get("dropped_edits", 0.0)) == (agent == "rewriting") for step in summary["steps"])
+    """The run of the agent that rewrites is asynchronous, from three batches.
+
+    Its engines draw the second batch during the first step, so it is a sync older than the weights that it would train,
+    and is left out. The third batch is drawn after that sync.
+    """
+    rewrites = agent == "rewriting"
+    flags = [*LOUD, *NEIGHBOR, *NO_REFERENCE, "--data.max_len", "256"]
+    flags += ["--train.agent_func_path", str(USER_FILES / f"{agent}.py")]
+    if rewrites:
+        flags += ["--train.async_enable", "--sampling.max_staleness", "0", "--data.max_samples", "12"]
+    summary = run(tmp_path, smollm2, *flags)
+
+    def values_of(scalar: str) -> list[float]:
+        """A scalar's values in the order of the steps."""
+        return list(summary["scalars"][scalar].values())
+
+    if rewrites:
+        assert values_of("train/staleness/left_out") == [0.0, 16.0]
+        assert min(values_of("train/staleness/tokens_0")) > 0.0
+        assert values_of("train/staleness/tokens_1") == [0.0, 0.0]
+        assert max(values_of("train/staleness/gap_0")) <= GAP
+    assert set(values_of("train/turns")) == {3.0}
+    for step in summary["steps"]:
+        assert bool(step.get("dropped_edits", 0.0)) == rewrites

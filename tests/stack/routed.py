@@ -33,7 +33,9 @@ def decisions() -> Iterator[Decisions]:
         positions = step.positions.tolist()
         log_probs = step.module.log_probs(step.hidden).tolist()
         for seed, position, pair in zip(seeds, positions, log_probs):
-            if position > 1:  # not of a rehearsal
+            # An engine rehearses a step at positions 0 and 1 before its first request.
+            if position > 1:
+                assert (seed, position) not in noted, "the router was asked twice about one position"
                 noted[seed, position] = pair
         return original(self, step)
 

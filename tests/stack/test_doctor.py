@@ -9,6 +9,7 @@ pytestmark = pytest.mark.slow
 
 
 def test_a_rollout_and_its_replay(smollm2: str) -> None:
-    found = doctor._self_test(smollm2)
-    assert found.fix is None, found
-    assert found.state.startswith("V1 model runner, ") and "with the replay" in found.state
+    finding = doctor._self_test(smollm2)
+    assert finding.fix is None, finding
+    assert finding.state.startswith("V1 model runner, ")
+    assert "with the replay" in finding.state

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """TRL's fused output layer with sampling masks, without an engine: values and gradients against a dense formula."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -18,10 +18,33 @@ from tests.support.replay_examples import small
 
 VOCABULARY = 97
 TEMPERATURE = 1.3
-# Two samples of a batch of 9 columns, padded on both sides: (first column, prompt's tokens, completion's tokens).
-SAMPLES = ((2, 2, 3), (0, 4, 5))
+
+
+class Sample(NamedTuple):
+    """Where a sample lies in its row of the batch, which is padded on both sides."""
+
+    start: int
+    prompt: int
+    completion: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.prompt + self.completion
+
+    @property
+    def completion_positions(self) -> range:
+        """The positions of the completion's tokens in the trajectory."""
+        return range(self.prompt, self.prompt + self.completion)
+
+
+SAMPLES = (Sample(start=2, prompt=2, completion=3), Sample(start=0, prompt=4, completion=5))
 COLUMNS = 9
-KEPT = 5  # columns of completions
+# TRL scores the last columns, those of the longest completion.
+SCORED = 5
+FIRST_SCORED = COLUMNS - SCORED
+
+LeftTokens = dict[int, np.ndarray]
+"""The tokens that sampling left, by position in a trajectory."""
 
 
 @pytest.fixture
@@ -29,59 +52,71 @@ def model() -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = LlamaConfig(vocab_size=VOCABULARY, initializer_range=0.5, tie_word_embeddings=False, **sizes)
-    made = LlamaForCausalLM(config)
-    utils.add_fused_lm_head(made, temperature=TEMPERATURE, outputs=("log_probs", "entropy"))
-    return made
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        initializer_range=0.5,
+        tie_word_embeddings=False,
+    )
+    llama = LlamaForCausalLM(config)
+    utils.add_fused_lm_head(llama, temperature=TEMPERATURE, outputs=("log_probs", "entropy"))
+    return llama
 
 
-def batch() -> tuple[Tensor, Tensor, list[dict[int, np.ndarray]]]:
-    """Tokens and attention mask, (B, T), and by sample and position in its trajectory the tokens that were left."""
+def batch() -> tuple[Tensor, Tensor, list[LeftTokens]]:
+    """Tokens and attention mask, (B, T), and for each sample the tokens that sampling left at every second position."""
     random = np.random.default_rng(4)
     tokens = torch.from_numpy(random.integers(0, VOCABULARY, (2, COLUMNS)))
     attention_mask = torch.zeros(2, COLUMNS, dtype=torch.int64)
-    sets: list[dict[int, np.ndarray]] = []
-    for row, (first, prompt, completion) in enumerate(SAMPLES):
-        attention_mask[row, first : first + prompt + completion] = 1
+    left_tokens: list[LeftTokens] = []
+    for row, sample in enumerate(SAMPLES):
+        attention_mask[row, sample.start : sample.end] = 1
         of_sample = {}
-        for position in range(prompt, prompt + completion, 2):
-            drawn = int(tokens[row, first + position])
-            of_sample[position] = np.unique([drawn, *random.integers(0, VOCABULARY, 7)])
-        sets.append(of_sample)
-    # The engine wrote one token more than was trained.
-    sets[1][9] = np.array([3])
-    return tokens, attention_mask, sets
+        for position in sample.completion_positions[::2]:
+            drawn = int(tokens[row, sample.start + position])
+            further = random.integers(0, VOCABULARY, 7)
+            of_sample[position] = np.unique([drawn, *further])
+        left_tokens.append(of_sample)
+    # The engine drew one token more than was trained.
+    left_tokens[1][9] = np.array([3])
+    return tokens, attention_mask, left_tokens
 
 
-def trajectories(sets: list[dict[int, np.ndarray]]) -> list[FinishedTrajectory]:
-    made = []
-    for of_sample in sets:
-        mask = SamplingMask.of(VOCABULARY, {position: (False, ids) for position, ids in of_sample.items()})
-        made.append(FinishedTrajectory(small([]), np.zeros(3, np.float32), sampling_mask=mask))
-    return made
+def trajectories(left_tokens: list[LeftTokens]) -> list[FinishedTrajectory]:
+    """Trajectories of which the sampling mask alone is read."""
+    finished = []
+    for of_sample in left_tokens:
+        sets = {position: (False, ids) for position, ids in of_sample.items()}
+        mask = SamplingMask.of(VOCABULARY, sets)
+        finished.append(FinishedTrajectory(small([]), np.zeros(3, np.float32), sampling_mask=mask))
+    return finished
 
 
 def scored(model: Any, tokens: Tensor, attention_mask: Tensor) -> Tensor:
-    """As TRL's trainer scores completions, (B, KEPT)."""
+    """log π of completions as TRL's trainer computes it, (B, SCORED)."""
     labels = tokens.masked_fill(attention_mask == 0, -100)
-    labels[:, :-KEPT] = -100
+    labels[:, :FIRST_SCORED] = -100
     outputs = model(input_ids=tokens, attention_mask=attention_mask, labels=labels, fused_lm_head=True)
-    return outputs.log_probs[:, -KEPT:]
+    return outputs.log_probs[:, FIRST_SCORED:]
 
 
-def dense(model: Any, tokens: Tensor, attention_mask: Tensor, sets: list[dict[int, np.ndarray]]) -> Tensor:
-    """The same from all logits, 0 where no token is scored."""
+def dense(model: Any, tokens: Tensor, attention_mask: Tensor, left_tokens: list[LeftTokens]) -> Tensor:
+    """The same from all logits; 0 where no token is scored."""
     logits = model(input_ids=tokens, attention_mask=attention_mask).logits / TEMPERATURE
-    log_probs = torch.zeros(2, KEPT)
-    for row, (first, prompt, completion) in enumerate(SAMPLES):
-        for position in range(prompt, prompt + completion):
-            column = first + position
-            if column < COLUMNS - KEPT:
+    every_token = np.arange(VOCABULARY)
+    log_probs = torch.zeros(2, SCORED)
+    for row, sample in enumerate(SAMPLES):
+        for position in sample.completion_positions:
+            column = sample.start + position
+            if column < FIRST_SCORED:
                 continue
-            scores = logits[row, column - 1]
-            among = torch.from_numpy(sets[row].get(position, np.arange(VOCABULARY)))
-            log_probs[row, column - (COLUMNS - KEPT)] = scores[tokens[row, column]] - scores[among].logsumexp(0)
+            row_logits = logits[row, column - 1]
+            left = torch.from_numpy(left_tokens[row].get(position, every_token))
+            normalizer = row_logits[left].logsumexp(0)
+            log_probs[row, column - FIRST_SCORED] = row_logits[tokens[row, column]] - normalizer
     return log_probs
 
 
@@ -90,50 +125,61 @@ def test_values_and_gradients_are_those_of_the_renormalised_policy(
     compact: bool, model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(utils, "_use_triton", lambda device: compact)
-    tokens, attention_mask, sets = batch()
-    wanted = dense(model, tokens, attention_mask, sets)
-    weights = torch.randn(2, KEPT, generator=torch.Generator().manual_seed(5))
-    (wanted * weights).sum().backward()
-    gradient = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    tokens, attention_mask, left_tokens = batch()
+    expected = dense(model, tokens, attention_mask, left_tokens)
+    generator = torch.Generator().manual_seed(5)
+    weights = torch.randn(2, SCORED, generator=generator)
+    (expected * weights).sum().backward()
+    expected_gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
     model.zero_grad()
 
-    with corrected_head(trajectories(sets), attention_mask, KEPT):
+    with corrected_head(trajectories(left_tokens), attention_mask, SCORED):
         log_probs = scored(model, tokens, attention_mask)
-    torch.testing.assert_close(log_probs, wanted, rtol=0.0, atol=1e-5)
+    torch.testing.assert_close(log_probs, expected, rtol=0.0, atol=1e-5)
     (log_probs * weights).sum().backward()
     for name, parameter in model.named_parameters():
-        torch.testing.assert_close(parameter.grad, gradient[name], rtol=1e-4, atol=1e-5)
-    # Afterwards, and without it, TRL's own are of the whole distribution.
-    whole = scored(model, tokens, attention_mask)
-    torch.testing.assert_close(whole, dense(model, tokens, attention_mask, [{}, {}]), rtol=0.0, atol=1e-5)
-    assert float((whole - wanted).detach().abs().max()) > 0.1
+        torch.testing.assert_close(parameter.grad, expected_gradients[name], rtol=1e-4, atol=1e-5)
+
+    # Outside of the context TRL's log-probabilities are of the whole distribution again.
+    uncorrected = scored(model, tokens, attention_mask)
+    without_masks = dense(model, tokens, attention_mask, [{}, {}])
+    torch.testing.assert_close(uncorrected, without_masks, rtol=0.0, atol=1e-5)
+    assert float((uncorrected - expected).detach().abs().max()) > 0.1
 
 
 def test_the_model_s_scale_and_soft_cap_of_logits_are_kept(model: Any) -> None:
     """30 tanh(0.25 z / 30) / 1.3, over three tokens of which the second was drawn."""
     _, attention_mask, _ = batch()
-    with corrected_head(trajectories([{2: np.array([5, 7, 11])}, {}]), attention_mask, KEPT):
-        hidden = torch.randn(2 * (COLUMNS - 1), 16)
+    three_left = trajectories([{2: np.array([5, 7, 11])}, {}])
+    with corrected_head(three_left, attention_mask, SCORED):
+        rows = 2 * (COLUMNS - 1)
+        hidden = torch.randn(rows, 16)
         weight = torch.randn(VOCABULARY, 16)
-        targets = torch.full((2 * (COLUMNS - 1),), 7)
+        targets = torch.full((rows,), 7)
         log_probs, *_ = utils._ChunkedLogProbFunction.apply(
             hidden, weight, None, targets, TEMPERATURE, 32, 30.0, 0.25, ("entropy",)
         )
     # The token at position 2 of the first sample is in column 4, and column 3 chose it.
-    logits = 30.0 * torch.tanh(0.25 * (weight[[5, 7, 11]] @ hidden[3]) / 30.0) / TEMPERATURE
-    assert float(log_probs[3]) == pytest.approx(float(logits.log_softmax(0)[1]), abs=1e-5)
+    products = weight[[5, 7, 11]] @ hidden[3]
+    logits = 30.0 * torch.tanh(0.25 * products / 30.0) / TEMPERATURE
+    expected = logits.log_softmax(0)[1]
+    assert float(log_probs[3]) == pytest.approx(float(expected), abs=1e-5)
 
 
 def test_a_token_that_was_cut_and_a_head_that_is_not_called_are_errors(model: Any) -> None:
-    tokens, attention_mask, sets = batch()
+    """So is a trajectory without a sampling mask."""
+    tokens, attention_mask, left_tokens = batch()
     drawn = int(tokens[0, 4])
-    wrong = [{2: np.array([(drawn + 1) % VOCABULARY])}, {}]
-    in_head = corrected_head(trajectories(wrong), attention_mask, KEPT)
-    with pytest.raises(RuntimeError, match="1 of 1 tokens"), in_head:
+    without_drawn = trajectories([{2: np.array([(drawn + 1) % VOCABULARY])}, {}])
+    correction = corrected_head(without_drawn, attention_mask, SCORED)
+    with pytest.raises(RuntimeError, match="1 of 1 tokens"), correction:
         scored(model, tokens, attention_mask)
-    around_another = corrected_head(trajectories(sets), attention_mask, KEPT)
-    with pytest.raises(RuntimeError, match="did not come into effect"), around_another:
+
+    correction = corrected_head(trajectories(left_tokens), attention_mask, SCORED)
+    with pytest.raises(RuntimeError, match="did not come into effect"), correction:
         model(input_ids=tokens, attention_mask=attention_mask)
+
     without_mask = FinishedTrajectory(small([]), np.zeros(3, np.float32))
-    with pytest.raises(RuntimeError, match="came without their sampling mask"):
-        corrected_head([without_mask, None], attention_mask, KEPT).__enter__()
+    correction = corrected_head([without_mask, None], attention_mask, SCORED)
+    with pytest.raises(RuntimeError, match="came without their sampling mask"), correction:
+        pass

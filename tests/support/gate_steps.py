@@ -9,21 +9,26 @@ from perturbations.step import GateStep, Positions
 
 
 def of_one(seed: int, first: int, positions: np.ndarray) -> Positions:
-    """Positions of one trajectory."""
-    return Positions(np.full(len(positions), seed), np.full(len(positions), first), positions)
+    """Positions of one trajectory, whose response begins at ``first``."""
+    count = len(positions)
+    return Positions(np.full(count, seed), np.full(count, first), positions)
 
 
 def step_with(logits: torch.Tensor, sampled: list[int] | None = None, generated: list[int] | None = None) -> GateStep:
+    """A row for each row of logits, each of another trajectory; without ``sampled`` and ``generated`` they are 0."""
     rows = len(logits)
+    zeros = [0] * rows
     return GateStep(
-        logits,
-        torch.tensor(sampled or [0] * rows),
-        torch.ones(rows),
-        torch.arange(100, 100 + rows),
-        torch.arange(10, 10 + rows),
-        matrix_embeddings(torch.eye(logits.shape[1])),
-        generated=torch.tensor(generated or [0] * rows),
+        logits=logits,
+        sampled=torch.tensor(sampled or zeros),
+        temperature=torch.ones(rows),
+        seeds=torch.arange(100, 100 + rows),
+        positions=torch.arange(10, 10 + rows),
+        embeddings=matrix_embeddings(torch.eye(logits.shape[1])),
+        generated=torch.tensor(generated or zeros),
     )
 
 
-T, F = True, False
+# For tables of gates' decisions by hand.
+T = True
+F = False

@@ -21,8 +21,9 @@ from tests.support.gradient_branches import (
 )
 from tests.support.gradient_problem import TEMPERATURE, D, V
 
-LOW, HIGH = -1.5, 3.0
-"""SofT-GRPO's bounds of Gumbel noise."""
+# SofT-GRPO's bounds of Gumbel noise.
+LOW = -1.5
+HIGH = 3.0
 
 
 def fuzzy_truth(z: Tensor, E: Tensor, perturbation: Any, generator: torch.Generator) -> Branches:

@@ -82,19 +82,20 @@ PACKED = [
 ]
 
 
-def run(folder: Path, smollm2: str, *more: str) -> subprocess.CompletedProcess[str]:
+def run(folder: Path, smollm2: str, *overrides: str) -> subprocess.CompletedProcess[str]:
+    """main_ppo on a small model and sums, with these further overrides of its configuration."""
     import pandas
 
     folder.mkdir(exist_ok=True)
     model = tiny_folder(folder / "model", smollm2, "llama", tie_word_embeddings=False, initializer_range=0.2)
-    rows = [
-        {
-            "prompt": [{"role": "user", "content": f"What is {n} + 7?"}],
+    rows = []
+    for number in range(2, 18):
+        row = {
+            "prompt": [{"role": "user", "content": f"What is {number} + 7?"}],
             "data_source": "sums",
-            "reward_model": {"style": "rule", "ground_truth": str(n + 7)},
+            "reward_model": {"style": "rule", "ground_truth": str(number + 7)},
         }
-        for n in range(2, 18)
-    ]
+        rows.append(row)
     pandas.DataFrame(rows).to_parquet(folder / "train.parquet")
     pandas.DataFrame(rows[:4]).to_parquet(folder / "eval.parquet")
     (folder / "reward.py").write_text(REWARD)
@@ -115,7 +116,7 @@ def run(folder: Path, smollm2: str, *more: str) -> subprocess.CompletedProcess[s
         "HF_HUB_OFFLINE": "1",
     }
     return subprocess.run(
-        [sys.executable, "-m", "verl.trainer.main_ppo", *SETTINGS, *files, *more],
+        [sys.executable, "-m", "verl.trainer.main_ppo", *SETTINGS, *files, *overrides],
         env={**os.environ, **environment},
         cwd=folder,
         capture_output=True,
@@ -125,40 +126,56 @@ def run(folder: Path, smollm2: str, *more: str) -> subprocess.CompletedProcess[s
     )
 
 
-def trained_steps(folder: Path, done: subprocess.CompletedProcess[str]) -> list[dict[str, float]]:
+def trained_steps(folder: Path, result: subprocess.CompletedProcess[str]) -> list[dict[str, float]]:
     """The two steps of a run, in which rollout and replay agree; the last one was evaluated."""
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-6000:]
-    steps = [json.loads(line)["data"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert result.returncode == 0, result.stdout[-6000:] + result.stderr[-6000:]
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    steps = [json.loads(line)["data"] for line in lines]
     trained = [step for step in steps if "actor/grad_norm" in step]
     assert len(trained) == 2
     for step in trained:
-        assert step["perturbation/gap_perturbed_max"] <= 1e-4 and step["perturbation/gap_plain_max"] <= 1e-4, step
-        assert 0.3 < step["perturbation/rate"] < 0.7 and step["perturbation/shift"] > 0.05
+        assert step["perturbation/gap_perturbed_max"] <= 1e-4, step
+        assert step["perturbation/gap_plain_max"] <= 1e-4, step
+        assert 0.3 < step["perturbation/rate"] < 0.7
+        assert step["perturbation/shift"] > 0.05
         assert step["actor/grad_norm"] > 0.0
     assert any(name.startswith("val-") for name in trained[-1])
     return trained
 
 
 @pytest.mark.parametrize(
-    ("layout", "perturbation"), [(FIXED, NEIGHBOR), (PACKED, GAUSSIAN)], ids=["padded-mixture", "packed-noise"]
+    ("layout", "perturbation"),
+    [
+        pytest.param(FIXED, NEIGHBOR, id="padded-mixture"),
+        pytest.param(PACKED, GAUSSIAN, id="packed-noise"),
+    ],
 )
 def test_two_steps(tmp_path: Path, smollm2: str, layout: list[str], perturbation: dict[str, Any]) -> None:
-    """Before the first update and after it rollout and replay agree; the reference replays too, an evaluation not."""
-    trained = trained_steps(tmp_path, run(tmp_path, smollm2, *layout, *of_perturbation(perturbation)))
-    assert all(step["training/rollout_probs_diff_max"] <= 1e-4 for step in trained)
+    """Rollout and replay agree before the first update and after it.
+
+    The reference replays too. An evaluation is not perturbed.
+    """
+    result = run(tmp_path, smollm2, *layout, *of_perturbation(perturbation))
+    first, second = trained_steps(tmp_path, result)
+    for step in (first, second):
+        assert step["training/rollout_probs_diff_max"] <= 1e-4
     if layout is FIXED:
-        assert abs(trained[0]["actor/kl_loss"]) <= 1e-6 < trained[1]["actor/kl_loss"], "the reference did not replay"
+        assert abs(first["actor/kl_loss"]) <= 1e-6, "the reference did not replay"
+        assert second["actor/kl_loss"] > 1e-6
 
 
 def test_a_density_and_an_advantage(tmp_path: Path, smollm2: str) -> None:
     """The token's log-probability is measured, and the density trained: before an update its ratio is 1."""
     density = of_perturbation({"name": "multiplex", "density": "joint", "rate": 0.5})
     advantage = ["algorithm.adv_estimator=rs_grpo", "+advantage.beta=2"]
-    trained = trained_steps(tmp_path, run(tmp_path, smollm2, *FIXED, *density, *advantage))
-    assert all(abs(step["actor/ppo_kl"]) <= 1e-5 for step in trained)
-    assert abs(trained[0]["actor/kl_loss"]) <= 1e-6
+    result = run(tmp_path, smollm2, *FIXED, *density, *advantage)
+    first, second = trained_steps(tmp_path, result)
+    for step in (first, second):
+        assert abs(step["actor/ppo_kl"]) <= 1e-5
+    assert abs(first["actor/kl_loss"]) <= 1e-6
 
 
 def test_a_run_that_would_not_perturb_does_not_start(tmp_path: Path, smollm2: str) -> None:
-    done = run(tmp_path, smollm2, *FIXED, "+perturbation.name=neighbor")
-    assert done.returncode != 0 and "Add trainer.v1.trainer_mode=perturbed" in done.stderr
+    result = run(tmp_path, smollm2, *FIXED, "+perturbation.name=neighbor")
+    assert result.returncode != 0
+    assert "Add trainer.v1.trainer_mode=perturbed" in result.stderr

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's platform of CPUs says that Ray may place its workers, as that of CUDA does; for processes that have this
-folder on PYTHONPATH. Ray's "GPUs" are declared numbers.
+"""Lets Ray place the workers of vLLM's CPU platform, as it places those of CUDA's. Ray's "GPUs" are declared numbers.
+
+Python runs this file at the start of each process that has its folder on PYTHONPATH.
 """
 
 import sys
@@ -11,6 +12,8 @@ from types import ModuleType
 
 
 class Finder(MetaPathFinder):
+    """Changes the platform's class right after its module has been executed."""
+
     def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
         if name != "vllm.platforms.cpu":
             return None

@@ -7,7 +7,10 @@ import torch
 
 
 def reward_func(queries: list[str], prompts: list[str], labels: list[str], **kwargs: Any) -> dict[str, Any]:
-    answers = [query[len(prompt) :] for query, prompt in zip(queries, prompts)]
-    shares = [sum(c.isascii() and c.isalpha() for c in answer) / max(len(answer), 1) for answer in answers]
+    shares = []
+    for query, prompt in zip(queries, prompts):
+        answer = query[len(prompt) :]
+        letters = [character for character in answer if character.isascii() and character.isalpha()]
+        shares.append(len(letters) / max(len(answer), 1))
     rewards = torch.tensor(shares)
     return {"rewards": rewards, "scores": rewards, "extra_logs": {}}

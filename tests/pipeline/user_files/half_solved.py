@@ -11,11 +11,14 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-_asked: defaultdict[str, count] = defaultdict(count)
+_earlier_answers: defaultdict[str, count] = defaultdict(count)
+"""By prompt, how many answers to it were rewarded before."""
 
 
 def reward_func(queries: Sequence[str], prompts: Sequence[str], labels: Sequence[str], **_: Any) -> dict[str, Any]:
     """OpenRLHF asks for one answer at a time, in the process of the engine that gave it."""
     Path(__file__).with_name(f"engine-{os.getpid()}").touch()
-    right = float(labels[0] != "no answer" and next(_asked[prompts[0]]) % 2 == 0)
-    return {"rewards": right, "scores": right}
+    reward = 0.0
+    if labels[0] != "no answer" and next(_earlier_answers[prompts[0]]) % 2 == 0:
+        reward = 1.0
+    return {"rewards": reward, "scores": reward}

@@ -18,5 +18,9 @@ class MixedUp(MemoryBuffer):
 
     def take(self, name: str) -> FinishedTrajectory:
         finished = super().take(name)
-        moved = {part: np.roll(getattr(finished.record, part), 1, axis=0) for part in ("ids", "weights")}
-        return dataclasses.replace(finished, record=dataclasses.replace(finished.record, **moved))
+        record = dataclasses.replace(
+            finished.record,
+            ids=np.roll(finished.record.ids, 1, axis=0),
+            weights=np.roll(finished.record.weights, 1, axis=0),
+        )
+        return dataclasses.replace(finished, record=record)

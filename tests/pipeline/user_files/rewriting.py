@@ -8,7 +8,7 @@ from openrlhf.utils.agent import AgentExecutorBase
 
 TURNS = 3
 TOKENS = 8  # of the model in each turn
-KEPT = 4  # of them, in the prompts of the turns that follow
+KEPT = 4  # of a turn's tokens, in the prompts of later turns
 TOOL = "<|im_end|>\n<|im_start|>user\nThe tool says 17. Go on.<|im_end|>\n<|im_start|>assistant\n"
 
 
@@ -26,16 +26,21 @@ class AgentExecutor(AgentExecutorBase):
         def encode(text: str) -> list[int]:
             return hf_tokenizer(text=text, add_special_tokens=False)["input_ids"]
 
-        tokens, ranges = encode(prompt), []
+        tokens = encode(prompt)
+        ranges = []
         for turn in range(TURNS):
             params = deepcopy(sampling_params)
             params.max_tokens = TOKENS
-            output = (await llm_engine.generate(tokens, params)).outputs[0]
-            last = turn == TURNS - 1
-            said = list(output.token_ids) if last else list(output.token_ids)[:KEPT]
-            # What was cut off is not trained on; what stays was generated after exactly these tokens.
-            ranges.append((len(tokens), len(tokens) + len(said)))
-            tokens = tokens + said + ([] if last else encode(TOOL))
+            result = await llm_engine.generate(tokens, params)
+            output = result.outputs[0]
+            generated = list(output.token_ids)
+            tool: list[int] = []
+            if turn < TURNS - 1:
+                generated = generated[:KEPT]
+                tool = encode(TOOL)
+            # Tokens that were cut off are not trained on; those that stay were generated after exactly these tokens.
+            ranges.append((len(tokens), len(tokens) + len(generated)))
+            tokens = [*tokens, *generated, *tool]
         reward = len(set(output.text)) / 10.0
         return {
             "prompt": prompt,

@@ -20,7 +20,7 @@ class ThreeTurns(AgentInstanceBase):
         self.turn += 1
         done = self.turn == TURNS
         return {
-            # Answers must differ in it, so that the weights move and are synced.
+            # Answers must differ in their reward, so that the weights move and are synced.
             "rewards": torch.tensor(len(set(state_dict["action_text"])) / 10.0),
             "environment_feedback": "\n" if done else TOOL.format(number=17 * self.turn),
             "done": done,
@@ -29,7 +29,7 @@ class ThreeTurns(AgentInstanceBase):
 
 
 class ShortAnswers:
-    """An engine whose answers have at most so many tokens: OpenRLHF's loop gives each turn all that is left."""
+    """An engine whose answers have at most TOKENS tokens: OpenRLHF's loop gives each turn all that are left."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
