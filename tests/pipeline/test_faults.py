@@ -36,8 +36,15 @@ def wait_for(process: Popen[str], condition: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
-def wait_for_first_step(process: Popen[str], log: Path) -> None:
+def wait_for_first_step(process: Popen[str], run: Path, log: Path) -> None:
+    """Returns once the first step is logged and its checkpoint is whole: ``latest`` is written last."""
     wait_for(process, lambda: log.is_file() and "Global step 1" in log.read_text(errors="replace"))
+    wait_for(process, latest_checkpoint(run).is_file)
+
+
+def latest_checkpoint(run: Path) -> Path:
+    """The file that names a run's newest checkpoint."""
+    return run / "checkpoints" / "_actor" / "latest"
 
 
 def engines_of(run: Popen[str]) -> list[psutil.Process]:
@@ -60,9 +67,10 @@ def test_a_reward_function_that_fails(tmp_path: Path, smollm2: str) -> None:
 
 
 def test_an_engine_that_is_killed(tmp_path: Path, smollm2: str) -> None:
+    run = tmp_path / "run"
     log = tmp_path / "log"
-    with begun(small(tmp_path / "run", smollm2, *FLAGS, "--log-file", str(log))) as process:
-        wait_for_first_step(process, log)
+    with begun(small(run, smollm2, *FLAGS, "--log-file", str(log))) as process:
+        wait_for_first_step(process, run, log)
         engines = engines_of(process)
         assert engines
         for engine in engines:
@@ -71,7 +79,7 @@ def test_an_engine_that_is_killed(tmp_path: Path, smollm2: str) -> None:
     assert process.returncode == 1
     assert "training failed" in output
     assert "died" in output
-    assert (tmp_path / "run" / "checkpoints" / "_actor" / "latest").is_file(), "the saved checkpoint is lost"
+    assert latest_checkpoint(run).is_file(), "the saved checkpoint is lost"
     assert_nothing_runs(tmp_path)
 
 
@@ -88,8 +96,9 @@ def test_a_training_that_is_ended(
     log.write_text("of an earlier run\n")
     flags = [*FLAGS, "--vllm.num_engines", "2", "--data.max_samples", "64", "--log-file", str(log)]
     with begun(small(run, smollm2, *flags)) as process:
-        wait_for_first_step(process, log)
-        time.sleep(3.0)
+        wait_for_first_step(process, run, log)
+        # The signal comes in the middle of the second step.
+        time.sleep(1.0)
         started = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(end_signal)
         output, _ = process.communicate(timeout=60)
@@ -99,7 +108,7 @@ def test_a_training_that_is_ended(
     _, left = psutil.wait_procs(started, timeout=30)
     assert not [process for process in left if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
     assert log.read_text(errors="replace").startswith("of an earlier run\n")
-    assert (run / "checkpoints" / "_actor" / "latest").is_file()
+    assert latest_checkpoint(run).is_file()
     if message:
         assert message in output
         assert "--ckpt.load_enable continues from the last checkpoint" in output
@@ -136,10 +145,10 @@ def later_steps(folder: Path) -> list[dict[str, Any]]:
 
 def killed_and_resumed(folder: Path, smollm2: str, *flags: str) -> list[dict[str, Any]]:
     """The later steps of a run that is killed once its second step is saved, and then continues."""
-    # The file that names the newest checkpoint is written last; by then the next rollout has begun.
-    latest = folder / "checkpoints" / "_actor" / "latest"
+    latest = latest_checkpoint(folder)
     with begun(small(folder, smollm2, *flags, "--log-file", str(folder.with_suffix(".log")))) as process:
         wait_for(process, lambda: latest.is_file() and latest.read_text() == "global_step2")
+        # By then the next rollout has begun.
         time.sleep(1.0)
         process.kill()
     result = train(folder, smollm2, *flags, "--ckpt.load_enable")

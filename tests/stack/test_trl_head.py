@@ -100,7 +100,8 @@ def scored(model: Any, tokens: Tensor, attention_mask: Tensor) -> Tensor:
     labels = tokens.masked_fill(attention_mask == 0, -100)
     labels[:, :FIRST_SCORED] = -100
     outputs = model(input_ids=tokens, attention_mask=attention_mask, labels=labels, fused_lm_head=True)
-    return outputs.log_probs[:, FIRST_SCORED:]
+    # A row has an entry less than tokens: nothing is said of the first one.
+    return outputs.log_probs[:, -SCORED:]
 
 
 def dense(model: Any, tokens: Tensor, attention_mask: Tensor, left_tokens: list[LeftTokens]) -> Tensor:
