@@ -93,11 +93,28 @@ def train(
     return completed(small(folder, model, *flags, program=program), env)
 
 
-def steps_of(folder: Path, model: str, *flags: str, program: Sequence[str] = PROGRAM) -> list[dict[str, Any]]:
-    """The two steps of a small run, which must succeed."""
-    result = train(folder, model, *flags, program=program)
+def summary_of(
+    folder: Path,
+    model: str,
+    *flags: str,
+    env: dict[str, str] | None = None,
+    program: Sequence[str] = PROGRAM,
+) -> dict[str, Any]:
+    """The summary of a small run, which must succeed."""
+    result = train(folder, model, *flags, env=env, program=program)
     assert result.returncode == 0, result.stdout[-6000:]
-    steps = json.loads((folder / "summary.json").read_text())["steps"]
+    return json.loads((folder / "summary.json").read_text())
+
+
+def steps_of(
+    folder: Path,
+    model: str,
+    *flags: str,
+    env: dict[str, str] | None = None,
+    program: Sequence[str] = PROGRAM,
+) -> list[dict[str, Any]]:
+    """The two steps of a small run, which must succeed."""
+    steps = summary_of(folder, model, *flags, env=env, program=program)["steps"]
     assert len(steps) == 2
     return steps
 

@@ -18,7 +18,7 @@ from ngrpo import patches
 from ngrpo.config.run import RunConfig, Sampling, begin
 from ngrpo.machine.upstream import patch
 from ngrpo.methods.advantages import compute, create
-from tests.support.own_process import run_module
+from tests.support.own_process import RESULT, result_of
 
 SIZE = 4
 # Prompts a (one right), b (all wrong), c (all right). Every token of an answer is the answer's place in this list.
@@ -41,7 +41,7 @@ OVERLONG = torch.tensor([length == 3 for length in LENGTHS]).reshape(-1, SIZE)
 @pytest.fixture(scope="module")
 def computed() -> dict[str, Any]:
     """What OpenRLHF's own classes computed with the patches in place."""
-    return json.loads(run_module("tests.pipeline.test_advantages").splitlines()[-1])
+    return result_of("tests.pipeline.test_advantages")
 
 
 def check_tokens(answers: list[list[float]], expected: torch.Tensor) -> None:
@@ -160,7 +160,7 @@ def main() -> None:
     # Ray pickles the trainer by value from the driver, and with it what its methods name.
     cloudpickle.dumps([samples_generator.SamplesGenerator, experience_maker.RemoteExperienceMaker])
     cloudpickle.dumps([samples_generator.SamplingParams, experience_maker.compute_reward])
-    print(json.dumps(result))
+    print(RESULT + json.dumps(result))
 
 
 def new_maker(**reward: Any) -> Any:

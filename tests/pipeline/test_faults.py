@@ -7,7 +7,6 @@ A run that was killed and resumed from its checkpoint equals, step by step, a ru
 import json
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 from subprocess import Popen
 from typing import Any
@@ -16,7 +15,7 @@ import psutil
 import pytest
 import torch
 
-from tests.pipeline.harness import LOUD, assert_nothing_runs, begun, small, train
+from tests.pipeline.harness import LOUD, assert_nothing_runs, begun, small, summary_of, train
 
 pytestmark = pytest.mark.slow
 
@@ -27,19 +26,14 @@ def reward_func(queries, prompts, labels, **_):
 """
 
 
-def wait_for(process: Popen[str], condition: Callable[[], bool]) -> None:
-    """Returns once the condition holds; the process must run until then."""
+def wait_for_checkpoint(process: Popen[str], run: Path, step: int) -> None:
+    """Returns once a run has saved this step's checkpoint whole: the file that names the newest one is written last."""
+    latest = latest_checkpoint(run)
     deadline = time.monotonic() + 400
-    while not condition():
+    while not latest.is_file() or latest.read_text() != f"global_step{step}":
         assert process.poll() is None
         assert time.monotonic() < deadline
         time.sleep(0.05)
-
-
-def wait_for_first_step(process: Popen[str], run: Path, log: Path) -> None:
-    """Returns once the first step is logged and its checkpoint is whole: ``latest`` is written last."""
-    wait_for(process, lambda: log.is_file() and "Global step 1" in log.read_text(errors="replace"))
-    wait_for(process, latest_checkpoint(run).is_file)
 
 
 def latest_checkpoint(run: Path) -> Path:
@@ -68,9 +62,8 @@ def test_a_reward_function_that_fails(tmp_path: Path, smollm2: str) -> None:
 
 def test_an_engine_that_is_killed(tmp_path: Path, smollm2: str) -> None:
     run = tmp_path / "run"
-    log = tmp_path / "log"
-    with begun(small(run, smollm2, *FLAGS, "--log-file", str(log))) as process:
-        wait_for_first_step(process, run, log)
+    with begun(small(run, smollm2, *FLAGS, "--log-file", str(tmp_path / "log"))) as process:
+        wait_for_checkpoint(process, run, step=1)
         engines = engines_of(process)
         assert engines
         for engine in engines:
@@ -96,7 +89,7 @@ def test_a_training_that_is_ended(
     log.write_text("of an earlier run\n")
     flags = [*FLAGS, "--vllm.num_engines", "2", "--data.max_samples", "64", "--log-file", str(log)]
     with begun(small(run, smollm2, *flags)) as process:
-        wait_for_first_step(process, run, log)
+        wait_for_checkpoint(process, run, step=1)
         # The signal comes in the middle of the second step.
         time.sleep(1.0)
         started = psutil.Process(process.pid).children(recursive=True)
@@ -133,9 +126,9 @@ NOT_REPRODUCIBLE = (
 )
 
 
-def later_steps(folder: Path) -> list[dict[str, Any]]:
-    """The steps after the second, without what differs from run to run."""
-    steps = json.loads((folder / "summary.json").read_text())["steps"][-2:]
+def later_steps(summary: dict[str, Any]) -> list[dict[str, Any]]:
+    """The steps of a run after the second, without what differs from run to run."""
+    steps = summary["steps"][-2:]
     assert [step["step"] for step in steps] == [3, 4]
     reproducible = []
     for step in steps:
@@ -145,23 +138,19 @@ def later_steps(folder: Path) -> list[dict[str, Any]]:
 
 def killed_and_resumed(folder: Path, smollm2: str, *flags: str) -> list[dict[str, Any]]:
     """The later steps of a run that is killed once its second step is saved, and then continues."""
-    latest = latest_checkpoint(folder)
     with begun(small(folder, smollm2, *flags, "--log-file", str(folder.with_suffix(".log")))) as process:
-        wait_for(process, lambda: latest.is_file() and latest.read_text() == "global_step2")
+        wait_for_checkpoint(process, folder, step=2)
         # By then the next rollout has begun.
         time.sleep(1.0)
         process.kill()
-    result = train(folder, smollm2, *flags, "--ckpt.load_enable")
-    assert result.returncode == 0, result.stdout[-4000:]
-    return later_steps(folder)
+    return later_steps(summary_of(folder, smollm2, *flags, "--ckpt.load_enable"))
 
 
 def test_killed_in_a_step_and_resumed(tmp_path: Path, smollm2: str) -> None:
     """Four steps over two epochs, so that prompts come again."""
-    result = train(tmp_path / "whole", smollm2, *RESUMABLE, "--reproducible")
-    assert result.returncode == 0, result.stdout[-4000:]
+    whole = summary_of(tmp_path / "whole", smollm2, *RESUMABLE, "--reproducible")
     resumed = killed_and_resumed(tmp_path / "killed", smollm2, *RESUMABLE, "--reproducible")
-    assert resumed == later_steps(tmp_path / "whole")
+    assert resumed == later_steps(whole)
 
 
 def test_where_asynchronous_the_round_and_the_counts_go_on(tmp_path: Path, smollm2: str) -> None:

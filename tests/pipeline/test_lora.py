@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """LoRA in whole trainings: exact after several syncs, on one rank and two; resumed; evaluated from its folder."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,7 @@ import pytest
 import torch
 
 from tests.conftest import ROOT
-from tests.pipeline.harness import GAP, completed, train
+from tests.pipeline.harness import GAP, completed, summary_of
 from tests.pipeline.test_faults import killed_and_resumed, later_steps
 
 LETTERS = ["--reward.remote_url", str(ROOT / "tests/pipeline/user_files/first_letters.py")]
@@ -25,9 +24,7 @@ ZERO_3 = ["--ds.zero_stage", "3", "--actor.gradient_checkpointing_enable"]
 
 def steps_of(folder: Path, model: str, *flags: str) -> list[dict[str, Any]]:
     """The steps of a training with LoRA, which must succeed."""
-    result = train(folder, model, *LORA, *flags)
-    assert result.returncode == 0, result.stdout[-6000:]
-    return json.loads((folder / "summary.json").read_text())["steps"]
+    return summary_of(folder, model, *LORA, *flags)["steps"]
 
 
 def adapter_of(folder: Path) -> dict[str, torch.Tensor]:
@@ -68,10 +65,9 @@ def test_exact_after_several_syncs(tmp_path: Path, random_model: str, ranks: lis
 
 def test_resumed_as_if_never_killed(tmp_path: Path, random_model: str) -> None:
     flags = [*LORA, *NEIGHBOR, "--ckpt.save_steps", "1", "--ckpt.max_num", "1", "--reproducible"]
-    result = train(tmp_path / "whole", random_model, *flags)
-    assert result.returncode == 0, result.stdout[-4000:]
+    whole = summary_of(tmp_path / "whole", random_model, *flags)
     resumed = killed_and_resumed(tmp_path / "killed", random_model, *flags)
-    assert resumed == later_steps(tmp_path / "whole")
+    assert resumed == later_steps(whole)
     expected = adapter_of(tmp_path / "whole" / "model")
     continued = adapter_of(tmp_path / "killed" / "model")
     for name, matrix in expected.items():
@@ -95,16 +91,14 @@ def test_four_bit_weights(tmp_path: Path, random_model: str) -> None:
     pytest.importorskip("bitsandbytes")
     four_bit = ["--ds.load_in_4bit", "--ds.param_dtype", "bf16", "--reproducible", "--algo.kl.init_coef", "1e-3"]
     flags = [*LORA, *NEIGHBOR, *four_bit, "--ckpt.save_steps", "1", "--ckpt.max_num", "1"]
-    result = train(tmp_path / "whole", random_model, *flags)
-    assert result.returncode == 0, result.stdout[-4000:]
-    steps = json.loads((tmp_path / "whole" / "summary.json").read_text())["steps"]
-    for step in steps:
+    whole = summary_of(tmp_path / "whole", random_model, *flags)
+    for step in whole["steps"]:
         assert step["gap_perturbed_mean"] <= BF16_GAP, step
         assert step["gap_plain_mean"] <= BF16_GAP, step
     adapter_of(tmp_path / "whole" / "model")
     assert (tmp_path / "whole" / "model" / "quantization_config.json").is_file()
     resumed = killed_and_resumed(tmp_path / "killed", random_model, *flags)
-    assert resumed == later_steps(tmp_path / "whole")
+    assert resumed == later_steps(whole)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ ray_on_cpu/ is on PYTHONPATH. The engine is in a process of its own, which runs 
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -19,25 +18,19 @@ from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.patches import TRAINING, install
 from ngrpo.trainers.openrlhf import launch
 from perturbations import create
+from tests.support.own_process import RESULT, result_of
 
 HERE = Path(__file__).parent
-RESULT = "RESULT "
-"""How the line of the result begins, among all that the engine prints."""
 
 
 def test_an_engine_of_two_ranks_starts_in_ray(tiny: str) -> None:
     """With RAY_ADDRESS=local, which an engine's core must not take for itself."""
     env = {
-        **os.environ,
         "PYTHONPATH": os.pathsep.join([str(HERE / "ray_on_cpu"), str(HERE.parents[1])]),
         "RAY_ADDRESS": "local",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1",  # As on CUDA: the engine's core is a process of its own.
     }
-    program = [sys.executable, str(HERE / "test_ray_engine.py"), tiny]
-    done = subprocess.run(program, env=env, capture_output=True, text=True, timeout=1500, check=False)
-    lines = [line for line in done.stdout.splitlines() if line.startswith(RESULT)]
-    assert lines, (done.stdout + done.stderr)[-6000:]
-    result = json.loads(lines[0].removeprefix(RESULT))
+    result = result_of("tests.pipeline.test_ray_engine", tiny, env=env)
     assert result == {"tokens": 8, "ranks": 2, "at once": 8}, "--engine.max_num_seqs holds"
 
 

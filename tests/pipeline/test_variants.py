@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.pipeline.harness import GAP, LOUD, assert_nothing_runs, train
+from tests.pipeline.harness import GAP, LOUD, assert_nothing_runs, steps_of, summary_of, train
 from tests.support.tiny_folder import tiny_folder
 
 pytestmark = pytest.mark.slow
@@ -34,10 +34,8 @@ SMALL_BATCHES = ["--rollout.micro_batch_size", "4", "--train.micro_batch_size", 
 
 def run(folder: Path, model: str, *flags: str, ratio: float = 1e-3) -> dict[str, Any]:
     """The summary of a run of at least two steps whose replay was exact in each."""
-    result = train(folder, model, *STRICT, *flags)
-    assert result.returncode == 0, result.stdout[-6000:]
+    summary = summary_of(folder, model, *STRICT, *flags)
     assert_nothing_runs(folder)
-    summary = json.loads((folder / "summary.json").read_text())
     assert len(summary["steps"]) >= 2, "a weight sync lies between the rollouts"
     for step in summary["steps"]:
         perturbed = step["gap_perturbed_mean"]
@@ -87,9 +85,7 @@ def test_a_model_of_the_transformers_backend(tmp_path: Path, smollm2: str) -> No
         pad_token_id=2,
     )
     flags = ["--perturbation", "neighbor", "--perturbation.variant", "released", "--perturbation.rate", "0.5"]
-    result = train(tmp_path / "run", model, *LOUD, *flags, "--perturbation.strict", "--reproducible")
-    assert result.returncode == 0, result.stdout[-6000:]
-    for step in json.loads((tmp_path / "run" / "summary.json").read_text())["steps"]:
+    for step in steps_of(tmp_path / "run", model, *LOUD, *flags, "--perturbation.strict", "--reproducible"):
         assert step["rate"] == pytest.approx(0.5, abs=0.12)
         for positions in ("perturbed", "plain", "before"):
             assert step[f"gap_{positions}_mean"] < 0.1, positions

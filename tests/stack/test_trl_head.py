@@ -100,7 +100,7 @@ def scored(model: Any, tokens: Tensor, attention_mask: Tensor) -> Tensor:
     labels = tokens.masked_fill(attention_mask == 0, -100)
     labels[:, :FIRST_SCORED] = -100
     outputs = model(input_ids=tokens, attention_mask=attention_mask, labels=labels, fused_lm_head=True)
-    # A row has an entry less than tokens: nothing is said of the first one.
+    # A row has one entry fewer than tokens, since no logits come before its first token.
     return outputs.log_probs[:, -SCORED:]
 
 

@@ -2,7 +2,7 @@
 """A small model whose forward is replayed under every density."""
 
 import warnings
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -100,11 +100,11 @@ class Seen(NamedTuple):
     """What a trainer logs of a replayed forward.
 
     Attributes:
-        tokens: log π of the tokens alone at the replayed positions.
+        tokens: log π of the tokens alone at the replayed positions, (N,); None where no forward was replayed.
         own: the same of every entry from the fifth on, (B, T − 5).
     """
 
-    tokens: Any
+    tokens: Tensor | None
     own: Tensor
 
 

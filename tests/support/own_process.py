@@ -52,9 +52,9 @@ def run_module(module: str, *arguments: str, env: dict[str, str] | None = None) 
     return done.stdout
 
 
-def result_of(module: str, *arguments: str) -> Any:
-    """The JSON on the line of the result."""
-    lines = run_module(module, *arguments).splitlines()
+def result_of(module: str, *arguments: str, env: dict[str, str] | None = None) -> Any:
+    """The JSON on the line of the result that ``python -m module *arguments`` printed."""
+    lines = run_module(module, *arguments, env=env).splitlines()
     result = next(line for line in lines if line.startswith(RESULT))
     return json.loads(result.removeprefix(RESULT))
 

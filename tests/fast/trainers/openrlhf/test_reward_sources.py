@@ -17,7 +17,7 @@ from ngrpo import patches
 from ngrpo.config.run import RunConfig, begin
 from ngrpo.machine.upstream import patch
 from ngrpo.trainers.openrlhf.rewards import CheckedExecutor, RewardFailed
-from tests.support.own_process import run_module
+from tests.support.own_process import RESULT, result_of
 from tests.support.run import run_of
 
 REWARDS = (1, 0, 0, 1)  # of a prompt's four responses
@@ -54,7 +54,7 @@ def found() -> dict[str, Any]:
     """What OpenRLHF's own executor, server requests and experience maker made of these rewards, with our patches."""
     pytest.importorskip("openrlhf")
     pytest.importorskip("vllm")
-    return json.loads(run_module("tests.fast.trainers.openrlhf.test_reward_sources").splitlines()[-1])
+    return result_of("tests.fast.trainers.openrlhf.test_reward_sources")
 
 
 @pytest.mark.parametrize("advantage", ["none", "group_norm"])
@@ -196,7 +196,7 @@ def main() -> None:
 
     unscored = [response_of(CheckedExecutor(SingleTurnAgentExecutor()), reward) for reward in REWARDS]
     compute("reward model", unscored, torch.tensor([[float(reward)] for reward in REWARDS]))
-    print(json.dumps(result))
+    print(RESULT + json.dumps(result))
 
 
 def failure_of(executor: CheckedExecutor) -> str:

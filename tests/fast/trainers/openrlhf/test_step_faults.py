@@ -22,7 +22,7 @@ from ngrpo.trainers.openrlhf.trainer import trainer
 from ngrpo.trainers.verl.overrides import estimator
 from perturbations.errors import UsageError
 from tests.support.openrlhf_doubles import maker, makers_state
-from tests.support.own_process import run_module
+from tests.support.own_process import RESULT, result_of
 from tests.support.run import run_of, run_with
 
 ESTIMATORS = ("gae", "reinforce", "rloo", "reinforce_baseline", "group_norm", "dr_grpo", "flash_reinforce")
@@ -36,7 +36,7 @@ ROOM = SimpleNamespace(data=SimpleNamespace(max_len=8), rollout=SimpleNamespace(
 def computed() -> dict[str, list[float]]:
     """The advantages that OpenRLHF's own class computes without and with our patches, by `key`."""
     pytest.importorskip("openrlhf")
-    return json.loads(run_module("tests.fast.trainers.openrlhf.test_step_faults").splitlines()[-1])
+    return result_of("tests.fast.trainers.openrlhf.test_step_faults")
 
 
 def key(side: str, estimator: str, size: int, constant: float, case: str) -> str:
@@ -398,7 +398,7 @@ def main() -> None:
     compute("ours", ESTIMATORS, CONSTANTS)
     begin(run_of(advantage={"name": "spo"}))
     compute("spo", ["flash_reinforce"], [0.3], penalty=0.5)
-    print(json.dumps(results))
+    print(RESULT + json.dumps(results))
 
 
 if __name__ == "__main__":
