@@ -36,12 +36,17 @@ def published(out: Path) -> dict[str, Results]:
     return {file.parent.name: json.loads(gzip.decompress(file.read_bytes())) for file in out.glob(f"*/{_PACKED}")}
 
 
+def each_joined(first: Mapping[str, Results], more: Mapping[str, Results]) -> dict[str, Results]:
+    """The comparisons of ``more`` by the names of their folders, each joined to that of ``first`` with its name."""
+    return {name: joined(first[name], results) if name in first else results for name, results in more.items()}
+
+
 def joined(first: Results, more: Results) -> Results:
     """One comparison of the strategies and seeds of two, which were run one after the other or on two machines.
 
     Args:
         first: its baseline and threshold are taken; of what ``first`` and ``more`` have, its row stays.
-        more: of the same task, and counted with the same threshold.
+        more: of the same task, and counted with the same threshold where there is one.
 
     Returns:
         With ``repeated``: the runs of ``more`` that ``first`` has too, each with its processor.
@@ -66,7 +71,7 @@ def joined(first: Results, more: Results) -> Results:
             runs,
             [strategy["id"] for strategy in strategies],
             baseline,
-            first["summary"][0]["above"]["threshold"],
+            first["summary"][0].get("above", {}).get("threshold"),
         ),
     }
 

@@ -2,11 +2,13 @@
 """Publishes a finished study: the comparisons' results and reports, and the questions that pool its tasks.
 
     python -m benchmarks.study runs/study [--contrasts FILE] [--design study.md] [--out docs/results] [--tables FILE]
+                           [--join]
 
 Reads each folder under runs/study that `ngrpo compare` wrote, or published results. Writes OUT/TASK/results.json.gz
 and report.html, and the tables (OUT/tables.md): runs and their hours; the contrasts that the design named before any
 run, pooled over tasks by Welch's t and corrected by Holm; each task's strategies; the drift of neighbor sets. Every
-number comes from the results. Contrasts compare unperturbed evaluations. Unfinished runs are counted.
+number comes from the results. Contrasts compare unperturbed evaluations. Unfinished runs are counted. A study may be
+run in parts, a few seeds at a time and on several machines: with --join, a part is added to what OUT holds.
 """
 
 import shlex
@@ -20,7 +22,7 @@ import numpy as np
 from benchmarks import pooled
 from benchmarks.command_line import parser_of
 from benchmarks.markdown import table_lines
-from benchmarks.publishing import Results, comparisons, publish
+from benchmarks.publishing import Results, comparisons, each_joined, publish, published
 from ngrpo.machine.storage import datafiles
 from ngrpo.workbench import statistics
 from ngrpo.workbench.statistics import pass_at_k
@@ -204,8 +206,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("docs/results"))
     parser.add_argument("--tables", type=Path, help="the tables' page [OUT/tables.md]")
     parser.add_argument("--design", default="study.md", help="the page of docs/studies/ with the study's design")
+    parser.add_argument("--join", action="store_true", help="add to the strategies and seeds that OUT holds of a task")
     options = parser.parse_args()
     tasks = comparisons(parser, options.study, "`make study`")
+    if options.join:
+        earlier = published(options.out)
+        tasks = dict(sorted((earlier | each_joined(earlier, tasks)).items()))
     pairs: dict[str, Any] = datafiles.read_yaml(
         options.contrasts, flag="--contrasts", example="'name: [neighbor, none]'"
     )

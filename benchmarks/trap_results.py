@@ -21,7 +21,7 @@ import numpy as np
 
 from benchmarks.command_line import parser_of
 from benchmarks.markdown import table_lines
-from benchmarks.publishing import Results, comparisons, joined, publish, published
+from benchmarks.publishing import Results, comparisons, each_joined, publish, published
 from benchmarks.study import scores
 from ngrpo.workbench.statistics import in_words
 
@@ -172,9 +172,7 @@ def main() -> None:
             parser.error(f"{name}: runs were not counted; give the comparison --threshold")
     old_tasks = published(options.out)
     if options.join:
-        for name, results in tasks.items():
-            if name in old_tasks:
-                tasks[name] = joined(old_tasks[name], results)
+        tasks = each_joined(old_tasks, tasks)
     tables = report(dict(sorted((old_tasks | tasks).items())))
     is_published = options.study.resolve() == options.out.resolve()
     publish(tasks, options.out, tables, options.tables, with_results=not is_published)

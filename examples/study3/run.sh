@@ -5,7 +5,8 @@
 #
 # Killed, or with runs that failed, the same command continues: finished runs are kept. More words reach both
 # comparisons, e.g. --seeds 0,1,2 for the first seeds. TASKS=gcd runs one of the two and publishes nothing; STEPS=2 is
-# for a rehearsal and needs another FOLDER; RESULTS=FOLDER publishes elsewhere.
+# for a rehearsal and needs another FOLDER; RESULTS=FOLDER publishes elsewhere. On a machine that does not have the
+# folder of earlier seeds, take another FOLDER and only the missing seeds: JOIN=1 adds them to those already published.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
@@ -25,6 +26,6 @@ done
 if [ -z "${TASKS:-}" ]; then
   tables=${RESULTS:+$RESULTS/tables.md}
   python -m benchmarks.study "$out" --contrasts examples/study3/contrasts.yaml --design study3.md \
-    --out "${RESULTS:-docs/results/study3}" --tables "${tables:-docs/studies/tables/study3.md}"
+    --out "${RESULTS:-docs/results/study3}" --tables "${tables:-docs/studies/tables/study3.md}" ${JOIN:+--join}
 fi
 exit $status

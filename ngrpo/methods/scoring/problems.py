@@ -83,7 +83,7 @@ def load_problems(
         for note in alarm_notes("--scorer", scorer):
             report(f"warning: {note}")
     if limit is not None and limit < 1:
-        raise UsageError(f"limit={limit}: must be at least 1 problem.")
+        raise UsageError(f"--limit {limit}: must be at least 1 problem.")
     name, rows = _rows(source, limit, split)
     first_layout = ""
     answered = any(column in rows[0] for column in _ANSWERS)

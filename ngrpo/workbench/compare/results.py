@@ -4,6 +4,7 @@
 import csv
 import io
 import json
+import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -24,6 +25,8 @@ from ngrpo.workbench.report.headline import by_arm, evaluated
 from ngrpo.workbench.report.responses import MOST_BYTES, fitting
 from ngrpo.workbench.report.values import dig, shares
 
+# OpenRLHF logs an evaluation as eval_DATASET_pass1, its Mean@n, and eval_DATASET_passN, with N responses to a problem.
+_EVALUATED = re.compile(r"_pass(\d+)$")
 _COSTS = ("tokens_per_second", "step_seconds", "record_bytes_per_token")
 _CSV_STEP = ("reward", "rate", "shift", "gap_perturbed_mean", "gap_plain_mean", *_COSTS)
 
@@ -132,12 +135,18 @@ def _run(plan: Plan, run: Run, folder: ComparisonFolder) -> dict[str, Any]:
 
 def _evaluations(summary: Mapping[str, Any]) -> list[dict[str, Any]]:
     """OpenRLHF's evaluations while training (--eval.steps), by step; of several datasets their mean."""
-    by_step = defaultdict[int, list[float]](list)
+    by_step = defaultdict[int, defaultdict[str, list[float]]](lambda: defaultdict(list))
     for tag, values in (summary.get("evaluation") or {}).items():
-        if tag.endswith("_pass1"):
+        evaluated = _EVALUATED.search(tag)
+        if evaluated:
+            measure = "mean_at_n" if evaluated[1] == "1" else "pass_at_n"
             for step, value in values.items():
-                by_step[int(step)].append(value)
-    return [{"step": step, "mean_at_n": float(np.mean(values))} for step, values in sorted(by_step.items())]
+                by_step[int(step)][measure].append(value)
+    evaluations = []
+    for step, measures in sorted(by_step.items()):
+        means = {measure: float(np.mean(values)) for measure, values in measures.items()}
+        evaluations.append({"step": step, **means})
+    return evaluations
 
 
 def _named(diagnosis: dict[str, Any] | None, arms: Sequence[Arm]) -> dict[str, Any] | None:

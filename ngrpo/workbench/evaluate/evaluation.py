@@ -315,10 +315,10 @@ def _last_run(folder: ResultFolder) -> tuple[float, str | None]:
 def checked_ks(ks: Sequence[int] | None, n: int) -> tuple[int, ...]:
     """The k of Pass@k, sorted, by default those of 1, 4, 8, 16, 32 up to n; ``UsageError`` for one outside [1, n]."""
     if n < 1:
-        raise UsageError(f"n={n}: must be at least 1 sample per problem.")
+        raise UsageError(f"--n {n}: must be at least 1 sample per problem.")
     for k in ks or ():
         if not 1 <= k <= n:
-            raise UsageError(f"k={k}: Pass@k of n={n} samples needs k in [1, {n}]. Draw more with --n.")
+            raise UsageError(f"--k {k}: Pass@k of {n} samples needs k in [1, {n}]. Draw more with --n.")
     chosen = {k for k in DEFAULT_KS if k <= n} if ks is None else set(ks)
     return tuple(sorted(chosen))
 

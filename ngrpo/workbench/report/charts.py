@@ -212,13 +212,16 @@ def learning(results: Mapping[str, Any], series: Mapping[str, Series]) -> dict[s
             digits=digits,
         )
 
-    evaluation = chart(
-        "mean_at_n",
-        "Mean@n",
-        of=evaluated,
-        bins=[[step] for step in evaluated_steps],
-        title="Evaluation while training, unperturbed,",
-    )
+    evaluations = [
+        chart(
+            key,
+            measure,
+            of=evaluated,
+            bins=[[step] for step in evaluated_steps],
+            title=f"{measure} while training, unperturbed,",
+        )
+        for key, measure in (("mean_at_n", "Mean@n"), ("pass_at_n", "Pass@n"))
+    ]
     small_charts = [chart(key, title, digits=digits, size=drawing.SMALL) for key, title, digits in _SMALL_CHARTS]
     ids = [row.get("id") for row in rows(results, "strategies")]
     return {
@@ -226,7 +229,7 @@ def learning(results: Mapping[str, Any], series: Mapping[str, Series]) -> dict[s
         "several": any(len(runs) > 1 for runs in trained.values()),
         "width": width,
         "absent": [one.name for one in series.values() if one.name in ids and one.name not in trained],
-        "evaluation": evaluation,
+        "evaluations": [evaluation for evaluation in evaluations if evaluation],
         "reward": chart("reward", "Reward of the training rollouts"),
         "small": [small_chart for small_chart in small_charts if small_chart],
         "samples": _samples(rows(results, "runs"), series),

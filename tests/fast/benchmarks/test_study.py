@@ -85,6 +85,35 @@ def test_published_tables_are_those_of_the_results(
     assert publishing.published(tmp_path) == publishing.published(folder)
 
 
+def part(results: dict[str, Any], seeds: set[int]) -> dict[str, Any]:
+    """Those runs of a comparison that have one of the seeds."""
+    runs = [run for run in results["runs"] if run["seed"] in seeds]
+    names = [strategy["id"] for strategy in results["strategies"]]
+    return {**results, "runs": runs, "summary": comparison.summarise(runs, names, results["baseline"])}
+
+
+def test_parts_of_a_study_are_joined_to_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seed 0, then seeds 1 and 2, and then a task of its own."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(publishing, "write_report", lambda data, path: None)
+    whole = example(steps=2)
+    parts = [("sums", part(whole, {0})), ("sums", part(whole, {1, 2})), ("more", whole)]
+    for number, (task, results) in enumerate(parts):
+        folder = Path(f"part{number}", task)
+        folder.mkdir(parents=True)
+        (folder / "results.json").write_text(json.dumps(results))
+        monkeypatch.setattr(
+            sys, "argv", ["study", str(folder.parent), "--out", "out", "--join", "--contrasts", "contrasts.yaml"]
+        )
+        Path("contrasts.yaml").write_text("helps: [neighbor, none]\n")
+        study.main()
+    together = publishing.published(Path("out"))
+    assert sorted(together) == ["more", "sums"]
+    assert together["sums"]["summary"] == whole["summary"]
+    assert {run["id"] for run in together["sums"]["runs"]} == {run["id"] for run in whole["runs"]}
+    assert "(3 seeds)" in Path("out/tables.md").read_text()
+
+
 @pytest.mark.parametrize(
     ("program", "flags", "message"),
     [

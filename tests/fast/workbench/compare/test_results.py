@@ -161,7 +161,10 @@ def test_failed_and_pending_runs_are_listed(compared: Compared) -> None:
 
 def test_evaluations_while_training_are_kept(compared: Compared) -> None:
     done, _, failed = compared.results["runs"][:3]
-    assert done["evaluations"] == [{"step": 4, "mean_at_n": 0.25}, {"step": 8, "mean_at_n": 0.5}]
+    assert done["evaluations"] == [
+        {"step": 4, "mean_at_n": 0.25, "pass_at_n": 1.0},
+        {"step": 8, "mean_at_n": 0.5, "pass_at_n": 1.0},
+    ]
     assert failed["evaluations"] == []
 
 

@@ -364,8 +364,8 @@ def test_rescore_of_a_folder_that_is_no_evaluation(llm: MadeUp, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        pytest.param({"n": 0}, "n=0: must be at least 1", id="n"),
-        pytest.param({"k": [5]}, r"k=5: Pass@k of n=4 samples needs k in \[1, 4\]", id="k"),
+        pytest.param({"n": 0}, "--n 0: must be at least 1", id="n"),
+        pytest.param({"k": [5]}, r"--k 5: Pass@k of 4 samples needs k in \[1, 4\]", id="k"),
         pytest.param({"problems": [PROBLEMS[0]] * 2}, "the same id", id="problems"),
     ],
 )
@@ -397,7 +397,7 @@ def test_bad_sampling(name: str, value: float) -> None:
         ("--model smollm2-135m", "by --data SRC or by --task NAME"),
         ("--model smollm2-135n --task arithmetic", "Did you mean 'smollm2-135m'"),
         ("--model smollm2-135m --task arithmetic --scorer math", "a task has its own"),
-        ("--model smollm2-135m --task arithmetic --n 4 --k 1,8", "k=8"),
+        ("--model smollm2-135m --task arithmetic --n 4 --k 1,8", "--k 8"),
         ("--model smollm2-135m --task arithmetic --max-token 4", r"'--max-token'\. Did you mean '--max-tokens'"),
         ("--model smollm2-135m --task arithmetic --run-dir x", r"--run-dir belongs to ngrpo train\. Give --out"),
         ("--rescore nowhere", r"no settings\.json there"),

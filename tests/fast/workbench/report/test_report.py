@@ -214,6 +214,21 @@ def test_one_seed_is_said_plainly(tmp_path: Path) -> None:
     assert 'class="line"' in learning
 
 
+def test_a_curve_of_pass_at_n_stands_beside_that_of_mean_at_n(tmp_path: Path) -> None:
+    """Results of before these curves have Mean@n alone."""
+    before, _ = written(tmp_path, example())
+    assert 'id="learning-mean_at_n-title"' in before
+    assert 'id="learning-pass_at_n-title"' not in before
+
+    results = example()
+    for run in results["runs"]:
+        for evaluation in run["evaluations"]:
+            evaluation["pass_at_n"] = 0.875
+    text, _ = written(tmp_path, results)
+    assert 'id="learning-mean_at_n-title"' in text
+    assert 'id="learning-pass_at_n-desc">Last values: none: 0.875;' in text
+
+
 @pytest.mark.parametrize(
     ("steps", "strategies", "points"),
     [
