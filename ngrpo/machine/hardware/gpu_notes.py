@@ -7,7 +7,7 @@ from math import ceil
 from typing import NamedTuple
 
 from ngrpo.machine.hardware.gpu_plan import DOCS, SHARE, fits, models
-from ngrpo.machine.models import architecture
+from ngrpo.machine.models import architecture, packaged
 from ngrpo.machine.upstream import placement
 from ngrpo.machine.upstream.placement import Args, Machine
 
@@ -102,6 +102,8 @@ def _unknown_size(name: str) -> str:
     """The warning about a model that the placement was not fitted to."""
     plan = f"the size of {name} is unknown, so the placement is that of a small model and its memory is not estimated:"
     if architecture.find_config(name) is None:
+        if name in packaged.PACKAGED:
+            return f"{plan} it is not made yet. Fix: run `ngrpo model {name}` first."
         return (
             f"{plan} its config.json is not here, and only a start asks the hub for it. Fix: run `hf download {name}"
             " config.json`, or give the model's folder."

@@ -151,8 +151,14 @@ def test_plans_that_cannot_work(more: str, said: str) -> None:
         ("4x80", "0.999", "0.99"),
     ],
 )
-def test_engines_of_their_own_leave_room_for_a_context(shape: str, share: str | None, smaller: str | None) -> None:
-    apart = "--model sandbox --train.colocate_actor_ref --actor.num_gpus_per_node 2 --vllm.num_engines 2"
+def test_engines_of_their_own_leave_room_for_a_context(
+    shape: str, share: str | None, smaller: str | None, tmp_path: Path
+) -> None:
+    """With a model so small that only the context takes memory beside the engine."""
+    small = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2, "vocab_size": 64}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, **small, **heads}))
+    apart = f"--model {tmp_path} --train.colocate_actor_ref --actor.num_gpus_per_node 2 --vllm.num_engines 2"
     apart += " --rollout.micro_batch_size 2 --train.micro_batch_size 2"
     words = apart if share is None else f"{apart} --vllm.gpu_memory_utilization {share}"
     flags = completed(words, shape, SIZES)
@@ -162,6 +168,15 @@ def test_engines_of_their_own_leave_room_for_a_context(shape: str, share: str | 
     if smaller:
         fixed = completed(f"{apart} --vllm.gpu_memory_utilization {smaller}", shape, SIZES)
         assert not gpu_notes.notes(fixed.args, machine)
+
+
+def test_a_packaged_model_that_is_not_made_yet_is_not_sought_on_the_hub(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("NGRPO_CACHE", str(tmp_path))
+    flags = completed("--model sandbox", "1x80", SIZES)
+    (note,) = gpu_notes.notes(flags.args, placement.planned("1x80", "-"))
+    assert note.endswith("it is not made yet. Fix: run `ngrpo model sandbox` first.")
 
 
 @pytest.mark.parametrize(
