@@ -26,7 +26,7 @@ from ngrpo.workbench.report.responses import MOST_BYTES, fitting
 from ngrpo.workbench.report.values import dig, shares
 
 # OpenRLHF logs an evaluation as eval_DATASET_pass1, its Mean@n, and eval_DATASET_passN, with N responses to a problem.
-_EVALUATED = re.compile(r"_pass(\d+)$")
+_EVALUATION_TAG = re.compile(r"_pass(\d+)$")
 _COSTS = ("tokens_per_second", "step_seconds", "record_bytes_per_token")
 _CSV_STEP = ("reward", "rate", "shift", "gap_perturbed_mean", "gap_plain_mean", *_COSTS)
 
@@ -137,9 +137,9 @@ def _evaluations(summary: Mapping[str, Any]) -> list[dict[str, Any]]:
     """OpenRLHF's evaluations while training (--eval.steps), by step; of several datasets their mean."""
     by_step = defaultdict[int, defaultdict[str, list[float]]](lambda: defaultdict(list))
     for tag, values in (summary.get("evaluation") or {}).items():
-        evaluated = _EVALUATED.search(tag)
-        if evaluated:
-            measure = "mean_at_n" if evaluated[1] == "1" else "pass_at_n"
+        match = _EVALUATION_TAG.search(tag)
+        if match:
+            measure = "mean_at_n" if match[1] == "1" else "pass_at_n"
             for step, value in values.items():
                 by_step[int(step)][measure].append(value)
     evaluations = []

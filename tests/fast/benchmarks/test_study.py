@@ -96,6 +96,7 @@ def test_parts_of_a_study_are_joined_to_the_whole(tmp_path: Path, monkeypatch: p
     """Seed 0, then seeds 1 and 2, and then a task of its own."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(publishing, "write_report", lambda data, path: None)
+    Path("contrasts.yaml").write_text("helps: [neighbor, none]\n")
     whole = example(steps=2)
     parts = [("sums", part(whole, {0})), ("sums", part(whole, {1, 2})), ("more", whole)]
     for number, (task, results) in enumerate(parts):
@@ -105,7 +106,6 @@ def test_parts_of_a_study_are_joined_to_the_whole(tmp_path: Path, monkeypatch: p
         monkeypatch.setattr(
             sys, "argv", ["study", str(folder.parent), "--out", "out", "--join", "--contrasts", "contrasts.yaml"]
         )
-        Path("contrasts.yaml").write_text("helps: [neighbor, none]\n")
         study.main()
     together = publishing.published(Path("out"))
     assert sorted(together) == ["more", "sums"]
