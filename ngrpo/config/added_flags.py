@@ -22,6 +22,7 @@ _FOLDER = {
 _HARDWARE = {
     "--vllm.num_engines": "one engine uses all cores",
     "--vllm.enforce_eager": "compiling takes longer than it saves on a CPU",
+    "--vllm.enable_prefix_caching": "the responses of a group share their prompt",
     "--vllm.sync_backend": "NCCL, OpenRLHF's default, needs GPUs",
     "--ds.param_dtype": "rollout and trainer agree to 1e-4 in float32",
     "--ds.attn_implementation": "without flash-attn: PyTorch's own attention",

@@ -131,7 +131,7 @@ def half_solved(folder: Path, problems: int) -> list[str]:
 
 def test_two_engines_with_dynamic_filtering_and_dynamic_batches(tmp_path: Path, smollm2: str) -> None:
     """Dynamic batches are packed. Problems that are filtered away are replaced, and both engines answer."""
-    flags = ["--vllm.num_engines", "2", "--vllm.enable_prefix_caching", "--preset", "dapo"]
+    flags = ["--vllm.num_engines", "2", "--preset", "dapo"]
     flags += ["--train.dynamic_batch_enable", "--train.max_tokens_per_gpu", "256", *half_solved(tmp_path, 16)]
     summary = run(tmp_path / "run", smollm2, *LOUD, *NEIGHBOR, *flags)
     assert moved(summary, smollm2) > 0.0

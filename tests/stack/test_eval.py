@@ -75,6 +75,7 @@ def test_command(
     assert "perturbed" not in first_row
 
     result = json.loads((tmp_path / "evaluation.json").read_text())
+    assert result["engine"] == {"dtype": "float32", "block_size": 32}
     assert result["perturbation"] is None
     assert result["n"] == N
     assert set(result["pass_at_k"]) == {"1", "2", "4"}
