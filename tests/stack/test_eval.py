@@ -75,10 +75,11 @@ def test_command(
     assert "perturbed" not in first_row
 
     result = json.loads((tmp_path / "evaluation.json").read_text())
-    assert result["engine"] == {"dtype": "float32", "block_size": 32}
     assert result["perturbation"] is None
     assert result["n"] == N
     assert set(result["pass_at_k"]) == {"1", "2", "4"}
+    claimed = json.loads((tmp_path / "settings.json").read_text())
+    assert claimed["engine"] == {"dtype": "float32", "block_size": 32}
     correct = {problem: sum(kept[problem, sample]["correct"] for sample in range(N)) for problem in problems}
     assert {problem["id"]: problem["correct"] for problem in result["problems"]} == correct
     mean = sum(correct.values()) / 24
