@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _ROLES = ("actor", "ref", "reward", "critic")
 _KV_BLOCK = 32
-"""Tokens of a block of the KV cache: the fewest for which vLLM's CPU attention is fast. vLLM's own default is 128.
+"""Tokens of a block of the KV cache: the fewest with which vLLM 0.29 starts on a CPU, where its own default is 128.
 
 The prefix cache holds whole blocks, so responses share a prompt only from its first full block on.
 """
@@ -128,9 +128,9 @@ def replay_buffer_init(original: Callable[..., None], self: NaiveReplayBuffer, *
 
 
 def engine_arguments(argv: Sequence[str], tensor_parallel_size: int) -> dict[str, Any]:
-    """Arguments of a training's engine: small blocks, the trainer's dtype, and ranks as processes.
+    """Arguments of a training's engine: small blocks, the trainer's dtype, and a process for each rank.
 
-    Processes, since vLLM has no Ray executor on a CPU.
+    Ranks are processes, because vLLM has no Ray executor on a CPU.
     """
     arguments: dict[str, Any] = {"block_size": _KV_BLOCK}
     if Flags(argv).value("--ds.param_dtype") == "fp32":

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ngrpo.machine.hardware import profile_for
 from ngrpo.machine.upstream.types import LLM, TokenizerLike
 from ngrpo.methods.tasks import score
 from ngrpo.workbench.evaluate.engine import Generated, Job, RolloutPolicy, Sampling, generate, noisy_engine, render
@@ -147,7 +148,12 @@ def build(model: str, longest: int, *, hardware: str = "auto", dtype: str) -> LL
     """A ``vllm.LLM`` in this process with a replaceable perturbation; ``longest``: tokens of prompt and response."""
     # Records, embedding and the probe's steps are read in this process.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    options = {"dtype": dtype, "max_num_seqs": _CONCURRENT, "distributed_executor_backend": "uni"}
+    options = {
+        **profile_for(hardware).engine_options,
+        "dtype": dtype,
+        "max_num_seqs": _CONCURRENT,
+        "distributed_executor_backend": "uni",
+    }
     return build_engine(model, {"name": PROBE}, longest, hardware=hardware, options=options)
 
 

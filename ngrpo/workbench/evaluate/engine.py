@@ -269,7 +269,6 @@ def build(
         "max_model_len": max_model_len,
         "enforce_eager": "--vllm.enforce_eager" in profile.default_flags,
         "disable_log_stats": True,
-        **profile.engine_options,
         **(options or {}),
     }
     # Without a perturbation too: token draws that depend on the request alone, whatever else is in the batch.
