@@ -21,6 +21,7 @@ from tests.conftest import ROOT
 from tests.support.report_example import example
 
 DOCS = ROOT / "docs"
+STUDY3 = ROOT / "examples" / "study3"
 PAIRS = {"neighbor helps": ["neighbor", "none"], "noise helps": ["gumbel", "none"]}
 
 
@@ -68,18 +69,19 @@ def test_seeds_without_a_partner_are_left_out_and_too_few_are_said() -> None:
 
 
 @pytest.mark.parametrize(
-    ("program", "results", "page"),
+    ("program", "results", "page", "options"),
     [
-        (study, "", "study"),
-        *((trap_results, name, name) for name in ("study2", "study2_pilot", "study2_pilot_larger_rate")),
+        (study, "", "study", []),
+        (study, "study3", "study3", ["--contrasts", str(STUDY3 / "contrasts.yaml"), "--design", "study3.md"]),
+        *((trap_results, name, name, []) for name in ("study2", "study2_pilot", "study2_pilot_larger_rate")),
     ],
 )
 def test_published_tables_are_those_of_the_results(
-    program: ModuleType, results: str, page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    program: ModuleType, results: str, page: str, options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = DOCS / "results" / results
     monkeypatch.setattr(publishing, "write_report", lambda data, path: None)
-    monkeypatch.setattr(sys, "argv", [page, str(folder), "--out", str(tmp_path)])
+    monkeypatch.setattr(sys, "argv", [page, str(folder), "--out", str(tmp_path), *options])
     program.main()
     assert (tmp_path / "tables.md").read_text() == (DOCS / "studies" / "tables" / f"{page}.md").read_text()
     assert publishing.published(tmp_path) == publishing.published(folder)
