@@ -96,7 +96,7 @@ def _contrast(
         their_scores = scores(results, theirs, k)
         seeds = sorted(our_scores.keys() & their_scores.keys())
         if len(seeds) < 2:
-            contrast.cells.append(f"– ({len(seeds)} seeds)")
+            contrast.cells.append(f"– ({_counted(seeds)})")
             continue
         our_side = np.array([our_scores[seed] for seed in seeds])
         their_side = np.array([their_scores[seed] for seed in seeds])
@@ -104,10 +104,15 @@ def _contrast(
         paired = statistics.paired((our_side - their_side)[:, None], np.zeros((len(seeds), 1)))
         least = statistics.detectable(paired["spread"], len(seeds), comparisons)
         difference = statistics.in_words(paired, "+.3f")
-        contrast.cells.append(f"{difference}, {_detectable(least)} ({len(seeds)} seeds)")
+        contrast.cells.append(f"{difference}, {_detectable(least)} ({_counted(seeds)})")
     if contrast.sides:
         contrast.pooled = pooled.mean_difference(contrast.differences)
     return contrast
+
+
+def _counted(seeds: Sequence[int]) -> str:
+    """``1 seed``, ``5 seeds``."""
+    return "1 seed" if len(seeds) == 1 else f"{len(seeds)} seeds"
 
 
 def _pooled_cell(contrast: Contrast, comparisons: int) -> str:

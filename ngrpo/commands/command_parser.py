@@ -13,9 +13,9 @@ from typing import Any, NoReturn
 
 from ngrpo.machine.console import Report, docstring
 from ngrpo.machine.models import conversation
-from ngrpo.machine.upstream.openrlhf_flags import Flags
+from ngrpo.machine.upstream.openrlhf_flags import Flags, left_over
 from ngrpo.workbench import evaluate
-from perturbations.errors import UsageError, nearest
+from perturbations.errors import UsageError
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -33,14 +33,10 @@ class CommandParser(argparse.ArgumentParser):
         raise UsageError(f"{self.prog}: {message}. See {self.prog} --help.")
 
     def read(self, argv: Sequence[str]) -> argparse.Namespace:
-        """Parses; an unknown word is an error that names the nearest flag."""
+        """Parses; a word too many is an error that says which flag does not take it, or names the nearest flag."""
         namespace, unknown = self.parse_known_args(list(argv))
         if unknown:
-            # argparse keeps its own table of flags; format_usage would only repeat it.
-            flags = [flag for action in self._actions for flag in action.option_strings]
-            raise UsageError(
-                f"{self.prog}: unknown word {unknown[0]!r}.{nearest(unknown[0], flags)} See {self.prog} --help."
-            )
+            raise UsageError(f"{self.prog}: {left_over(unknown[0], argv, self._actions)} See {self.prog} --help.")
         return namespace
 
     def add_problems(self, temperature: float, top_p: float, max_tokens: int) -> None:

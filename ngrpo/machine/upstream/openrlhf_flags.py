@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import ast
 import re
+import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -236,12 +237,27 @@ class _Parser(argparse.ArgumentParser):
     def parse_args(self) -> argparse.Namespace:  # type: ignore[override]
         namespace, unknown = self.parse_known_args(self._argv)
         if unknown:
-            flags = [*_OURS]
-            for action in self._actions:
-                flags += action.option_strings
-            what = "flag" if unknown[0].startswith("-") else "word"
-            raise UsageError(f"unknown {what} {unknown[0]!r}.{nearest(unknown[0], flags)} {_HELP}")
+            raise UsageError(f"{left_over(unknown[0], self._argv, self._actions, _OURS)} {_HELP}")
         return namespace
+
+
+def left_over(word: str, argv: Sequence[str], actions: Sequence[argparse.Action], others: Sequence[str] = ()) -> str:
+    """What is wrong with a word that a parser could not place: a flag's surplus value, or unknown.
+
+    ``argv`` are all words that were parsed, ``actions`` the parser's; ``others`` are flags that another parser has.
+    """
+    most_values = {}
+    for action in actions:
+        for flag_name in action.option_strings:
+            most_values[flag_name] = 1 if action.nargs in (None, "?") else action.nargs
+    if word.startswith("-"):
+        return f"unknown flag {word!r}.{nearest(word, [*others, *most_values])}"
+    for flag in Flags(argv):
+        most = most_values.get(flag.name)
+        if isinstance(most, int) and word in flag.values[most:]:
+            takes = {0: "no value; write the flag alone", 1: "one value"}.get(most, f"{most} values")
+            return f"{flag.name} {shlex.join(flag.values)}: takes {takes}."
+    return f"unknown word {word!r}.{nearest(word, [*others, *most_values])}"
 
 
 def parsed(argv: Sequence[str]) -> dict[str, Any]:

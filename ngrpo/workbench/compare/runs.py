@@ -30,7 +30,9 @@ from ngrpo.machine.upstream.versions import versions
 from ngrpo.workbench.compare.plan import Plan, Run
 from ngrpo.workbench.evaluate.evaluation import unscored, unscored_warnings
 
-_MEMORY_EVERY_SECONDS = 5.0  # a reading takes a fifth of a second, most of it in the kernel
+# Of a core, for readings of the memory: the kernel walks all pages of a run for each, and the run's page faults wait.
+_MEMORY_SHARE = 0.02
+_MEMORY_EVERY_SECONDS = 1.0
 _GRACE_SECONDS = 20.0
 _ERROR_LINES = 12
 
@@ -218,12 +220,14 @@ def command(argv: Sequence[str], log: Path, lock: int, on_step: OnStep | None = 
             preexec_fn=_die_with_parent,
         )
     peak = 0
-    measured = time.monotonic()
+    next_reading = time.monotonic() + _MEMORY_EVERY_SECONDS
     try:
         for line in follow(log.with_name(PROGRESS) if on_step else log, lambda: process.poll() is not None):
-            if time.monotonic() - measured > _MEMORY_EVERY_SECONDS:
+            began = time.monotonic()
+            if began >= next_reading:
                 peak = max(peak, _memory(process.pid))
-                measured = time.monotonic()
+                ended = time.monotonic()
+                next_reading = ended + max(_MEMORY_EVERY_SECONDS, (ended - began) / _MEMORY_SHARE)
             if on_step and line:
                 on_step(json.loads(line))
     finally:

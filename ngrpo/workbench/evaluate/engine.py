@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import os
 import shutil
@@ -22,7 +23,7 @@ from ngrpo.machine.hardware import processes, profile_for
 from ngrpo.machine.models import conversation
 from ngrpo.machine.upstream.types import LLM, PreTrainedModel, SamplingParams, TokenizerLike
 from ngrpo.methods.scoring import Problem
-from perturbations.errors import UsageError, require
+from perturbations.errors import UsageError, nearest, require
 from perturbations.options import Options, option
 from perturbations.seeds import trajectory_seed
 
@@ -265,6 +266,7 @@ def build(
         os.environ.setdefault(name, value)
     import vllm
 
+    _check_names(options or {})
     settings: dict[str, Any] = {
         "max_model_len": max_model_len,
         "enforce_eager": "--vllm.enforce_eager" in profile.default_flags,
@@ -280,6 +282,18 @@ def build(
             return vllm.LLM(loaded, additional_config=config, **settings)
         except (TypeError, ValueError) as error:  # vLLM's own checks of its arguments
             raise UsageError(f"vLLM does not start with {settings}: {error}") from error
+
+
+def _check_names(options: Mapping[str, Any]) -> None:
+    """Raises ``UsageError`` for a keyword argument that ``vllm.LLM`` and vLLM's engine do not have."""
+    import vllm
+    from vllm.engine.arg_utils import EngineArgs
+
+    names = {*inspect.signature(vllm.LLM.__init__).parameters, *inspect.signature(EngineArgs).parameters}
+    names -= {"self", "kwargs"}
+    for name in options:
+        if name not in names:
+            raise UsageError(f"vLLM has no engine option {name!r} (--vllm.{name}).{nearest(name, names)}")
 
 
 def prepare(llm: LLM, spec: Mapping[str, Any] | None) -> bool:

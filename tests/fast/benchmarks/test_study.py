@@ -65,7 +65,7 @@ def test_seeds_without_a_partner_are_left_out_and_too_few_are_said() -> None:
         if run["strategy"] == "none" and run["seed"] > 0:
             run["status"] = "failed"
     neighbor_row, _ = study.contrasts({"one": results}, PAIRS, None)
-    assert neighbor_row == ["neighbor helps", "– (1 seeds)", "–", "–", "–"]
+    assert neighbor_row == ["neighbor helps", "– (1 seed)", "–", "–", "–"]
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,9 @@ def test_replaced_in_both_spellings_and_in_what_was_added() -> None:
         ("--rollout.temp 1", "unknown flag '--rollout.temp'"),
         ("--algo.kl.estimator k9", "invalid choice: 'k9'"),
         ("--actor.eps_clip_low_high 1", "--actor.eps_clip_low_high: expected 2 arguments"),
-        ("--train.seed 1 2", "unknown word '2'"),
+        ("--train.seed 1 2", "--train.seed 1 2: takes one value."),
+        ("--train.seed 2 --ds.packing_samples 2", "--ds.packing_samples 2: takes no value; write the flag alone."),
+        ("--actor.eps_clip_low_high 1 2 3", "--actor.eps_clip_low_high 1 2 3: takes 2 values."),
         ("--algo.advantage.estimator group_norm", "group_norm requires n_samples_per_prompt > 1"),
         ("--train.partial_rollout_enable", "--train.partial_rollout_enable requires --train.async_enable"),
         ("--algo.dynamic_filtering_enable", "n_samples_per_prompt must be greater than 1"),
@@ -63,3 +65,8 @@ def test_refused(words: str, said: str) -> None:
     assert said in message
     assert "\n" not in message
     assert len(message) < 400
+
+
+def test_a_word_before_the_first_flag_is_unknown() -> None:
+    with pytest.raises(UsageError, match=r"unknown word 'perturbation'\. Did you mean '--perturbation'\?"):
+        assert Flags(["perturbation", *LEAST]).args
