@@ -54,8 +54,8 @@ def into_file(path: Path) -> Iterator[None]:
     with path.open("ab") as log, os.fdopen(screen_descriptor, "w", errors="replace") as screen:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
-        done = threading.Event()
-        new_lines = follow(path, done.is_set, start=log.tell())
+        run_ended = threading.Event()
+        new_lines = follow(path, run_ended.is_set, start=log.tell())
         watcher = threading.Thread(target=show_progress, args=(new_lines, screen), daemon=True)
         watcher.start()
         failed = True
@@ -68,7 +68,7 @@ def into_file(path: Path) -> Iterator[None]:
             for number, descriptor in enumerate(descriptors, start=1):
                 os.dup2(descriptor, number)
                 os.close(descriptor)
-            done.set()
+            run_ended.set()
             watcher.join()
             if failed:
                 last_lines = path.read_text(encoding="utf-8", errors="replace").splitlines()[-_TAIL_LINES:]

@@ -112,7 +112,7 @@ MUTATIONS = {
     ("ngrpo/machine/hardware/host_plan.py", _HOST): [
         ("return min(limits)", "return max(limits)", "host: a cgroup's limit"),
         ("for folder in (own, *own.parents):", "for folder in (own,):", "host: the limit of an outer cgroup"),
-        ("if needed > free + kept:", "if needed > free:", "host: checkpoints that will be replaced"),
+        ("if needed > free + kept_bytes:", "if needed > free:", "host: checkpoints that will be replaced"),
         ('needed = size * args["ckpt.max_num"]', "needed = size", "host: one checkpoint of several"),
         ("weights *= 2", "weights *= 1", "host: float32 weights of a checkpoint"),
     ],

@@ -268,10 +268,10 @@ def default_flags(flags: Flags, machine: Machine, *, whole: bool = False) -> dic
     With ``whole`` every rank holds whole parameters, which excludes ZeRO-3. Raises ``UsageError`` for half a placement.
     """
     nodes, ranks, engines, tensor = (int(flags.value(name) or 0) for name in (_NODES, _ACTOR, _ENGINES, _TENSOR))
-    given = flags.has(_ALL)
+    has_hybrid_flag = flags.has(_ALL)
     largest = max(machine.per_node, default=1)
     apart = [name for name in _APART if flags.has(name)]
-    if ranks and engines and not given:
+    if ranks and engines and not has_hybrid_flag:
         apart.append(_ENGINES)
     if apart:
         missing = [name for name, value in ((_ACTOR, ranks), (_ENGINES, engines)) if not value]
@@ -286,9 +286,9 @@ def default_flags(flags: Flags, machine: Machine, *, whole: bool = False) -> dic
     gpus = (nodes or 1) * ranks or engines * tensor or nodes * largest or machine.total or 1
     ranks = ranks or gcd(gpus, largest)
     defaults: dict[str, Default] = {_ALL: None, **_ranks(flags, nodes or gpus // ranks, ranks)}
-    if not (given and flags.has(SHARE, "--vllm.enable_sleep")):
+    if not (has_hybrid_flag and flags.has(SHARE, "--vllm.enable_sleep")):
         defaults |= {"--vllm.enable_sleep": None, "--ds.enable_sleep": None}
-    if not given:
+    if not has_hybrid_flag:
         defaults |= {"--actor.gradient_checkpointing_enable": None, "--ckpt.save_steps": "20"}
     size = architecture.size_of(flags.value("--actor.model_name_or_path"))
     if engines or tensor:
@@ -296,8 +296,8 @@ def default_flags(flags: Flags, machine: Machine, *, whole: bool = False) -> dic
     else:
         divided = gcd(gpus, largest) if size is None else gcd(gpus, largest, size.heads)
         parallels = [parallel for parallel in (1, 2, 4, 8) if divided % parallel == 0]
-    offloads = (False,) if given else (False, True)
-    stages = ("2",) if whole or given else ("2", "3")
+    offloads = (False,) if has_hybrid_flag else (False, True)
+    stages = ("2",) if whole or has_hybrid_flag else ("2", "3")
     choice: dict[str, Default] = {}
     # The fastest first; all of them fit where the first does.
     for offload, parallel, stage, share in product(offloads, parallels, stages, ("0.6", "0.5")):
@@ -345,21 +345,21 @@ def check(args: Args) -> None:
         )
     everything = args["train.colocate_all"]
     pair = args["train.colocate_critic_reward"]
-    held = [model for group in placement.groups(args) for model in group.models]
-    for shared, one, other, model in (
+    placed_models = [model for group in placement.groups(args) for model in group.models]
+    for shared, first, second, model in (
         (everything or args["train.colocate_actor_ref"], "actor", "ref", placement.REFERENCE),
         (pair, "critic", "reward", placement.CRITIC),
         (everything and not pair, "actor", "critic", placement.CRITIC),
         (everything and not pair, "actor", "reward", placement.REWARD),
     ):
-        nodes = args[f"{one}.num_nodes"]
-        gpus = args[f"{one}.num_gpus_per_node"]
-        other_nodes = args[f"{other}.num_nodes"]
-        other_gpus = args[f"{other}.num_gpus_per_node"]
-        if shared and model in held and (nodes, gpus) != (other_nodes, other_gpus):
+        nodes = args[f"{first}.num_nodes"]
+        gpus = args[f"{first}.num_gpus_per_node"]
+        second_nodes = args[f"{second}.num_nodes"]
+        second_gpus = args[f"{second}.num_gpus_per_node"]
+        if shared and model in placed_models and (nodes, gpus) != (second_nodes, second_gpus):
             raise UsageError(
-                f"--{other}.num_nodes {other_nodes} and --{other}.num_gpus_per_node {other_gpus} must be those of"
-                f" --{one} ({nodes} and {gpus}), since the two models share GPUs."
+                f"--{second}.num_nodes {second_nodes} and --{second}.num_gpus_per_node {second_gpus} must be those of"
+                f" --{first} ({nodes} and {gpus}), since the two models share GPUs."
             )
 
 
@@ -385,12 +385,12 @@ def check_machine(args: Args, machine: Machine | None) -> str | None:
         return f"not checked: whether there are {needed} GPUs; {machine.source}."
     # OpenRLHF asks for a CPU with each GPU, and for one of its own, or three where rollouts are asynchronous.
     cpus = needed + (3 if args["train.async_enable"] else 1)
-    for count, kind, there in ((needed, "GPUs", machine.total), (cpus, "CPUs of Ray", machine.cpus)):
-        if there is not None and count > there:
-            held = ", ".join(f"{group.gpus} for {' and '.join(group.models)}" for group in groups)
-            fix = "Fix: fewer ranks and engines" if there else "Fix: start it where GPUs are"
+    for count, kind, available in ((needed, "GPUs", machine.total), (cpus, "CPUs of Ray", machine.cpus)):
+        if available is not None and count > available:
+            placements = ", ".join(f"{group.gpus} for {' and '.join(group.models)}" for group in groups)
+            fix = "Fix: fewer ranks and engines" if available else "Fix: start it where GPUs are"
             raise UsageError(
-                f"this run needs {count} {kind} and {there} {'is' if there == 1 else 'are'} there"
-                f" ({machine.source}): {held}. {fix}, or leave the placement out ({DOCS})."
+                f"this run needs {count} {kind} and {available} {'is' if available == 1 else 'are'} there"
+                f" ({machine.source}): {placements}. {fix}, or leave the placement out ({DOCS})."
             )
     return None

@@ -53,14 +53,14 @@ def checkpoint_bytes(args: Args) -> float | None:
         return 0.0
     names = [args[f"{role}.model_name_or_path"] for role in ("actor", "critic")]
     sizes = [architecture.size_of(name) for name in names if name]
-    known = [size for size in sizes if size is not None]
-    if len(known) < len(sizes):
+    known_sizes = [size for size in sizes if size is not None]
+    if len(known_sizes) < len(sizes):
         return None
-    weights = sum(weight_bytes(size, args) for size in known)
+    weights = sum(weight_bytes(size, args) for size in known_sizes)
     if args["ds.param_dtype"] == "fp32":
         weights *= 2
     # With LoRA it has the frozen weights too.
-    return weights + _STATES * sum(trained_parameters(size, args) for size in known)
+    return weights + _STATES * sum(trained_parameters(size, args) for size in known_sizes)
 
 
 def saved_model_bytes(args: Args) -> float:
@@ -82,15 +82,16 @@ def check_disk(args: Args, machine: Machine | None) -> str | None:
     if size is None:
         return "not checked: the size of a checkpoint is not known."
     folder = Path(args["ckpt.path"]).expanduser().absolute()
-    kept = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())  # the oldest of them is replaced
+    # A full folder's oldest checkpoint is replaced, so what it holds counts as room.
+    kept_bytes = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     free = disk_usage(existing).free
     # How many models are left depends on the number of steps: the first of them must fit.
     needed = size * args["ckpt.max_num"] + saved_model_bytes(args)
-    if needed > free + kept:
+    if needed > free + kept_bytes:
         raise UsageError(
             f"--ckpt.path {args['ckpt.path']}: {args['ckpt.max_num']} checkpoints take {needed / _GB:.0f} GB, and its"
-            f" disk has {(free + kept) / _GB:.0f} GB. Fix: a smaller --ckpt.max_num, or another --run-dir."
+            f" disk has {(free + kept_bytes) / _GB:.0f} GB. Fix: a smaller --ckpt.max_num, or another --run-dir."
         )
     return None
 

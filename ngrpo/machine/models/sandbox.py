@@ -189,7 +189,7 @@ def path_problem(chance: random.Random) -> tuple[Edges, list[int]]:
 
 def path_question(edges: Edges, path: list[int]) -> str:
     """The question: `path 17 to 45 through`, then both ends of each edge."""
-    ends = " ".join(f"{one} {other}" for one, other in edges)
+    ends = " ".join(f"{start} {end}" for start, end in edges)
     return f"path {path[0]} to {path[-1]} through {ends}"
 
 
@@ -274,12 +274,12 @@ def make(folder: Path, *, steps: int = STEPS, seed: int = 0, report: Callable[[s
     def train(steps: int, *, highest: float, warm_up: int, batch: Callable[[float], list[tuple[str, str]]]) -> None:
         optimizer = torch.optim.AdamW(model.parameters(), lr=highest, betas=(0.9, 0.98), weight_decay=0.01)
         for step in range(steps):
-            done = step / steps
+            progress = step / steps
             # A linear warm-up, then a constant rate, then a linear decay over the second half.
-            rate = highest * min(1.0, (step + 1) / warm_up, 2 * (1 - done) + 0.02)
+            rate = highest * min(1.0, (step + 1) / warm_up, 2 * (1 - progress) + 0.02)
             for group in optimizer.param_groups:
                 group["lr"] = rate
-            loss = _loss(model, batch(done))
+            loss = _loss(model, batch(progress))
             optimizer.zero_grad()
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -290,12 +290,12 @@ def make(folder: Path, *, steps: int = STEPS, seed: int = 0, report: Callable[[s
     main_chance = random.Random(seed)
     last_chance = random.Random(seed + _LAST_SEED)
 
-    def main_batch(done: float) -> list[tuple[str, str]]:
-        if done < _EQUAL_UNTIL:
+    def main_batch(progress: float) -> list[tuple[str, str]]:
+        if progress < _EQUAL_UNTIL:
             return rows(main_chance, counted=0.5, skill=0.5)
         return rows(main_chance, counted=COUNTED, skill=_RARER)
 
-    def last_batch(done: float) -> list[tuple[str, str]]:
+    def last_batch(progress: float) -> list[tuple[str, str]]:
         return rows(last_chance, counted=COUNTED, skill=SKILL, sizes=_LAST_ROWS)
 
     threads = torch.get_num_threads()

@@ -129,8 +129,8 @@ def _free_memory() -> float | None:
     if visible:
         command.append(f"--id={visible}")
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-        return min(float(line) for line in done.stdout.splitlines()) * 2**20
+        completed = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+        return min(float(line) for line in completed.stdout.splitlines()) * 2**20
     except (OSError, subprocess.SubprocessError, ValueError):
         return None
 

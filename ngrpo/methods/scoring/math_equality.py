@@ -42,35 +42,35 @@ _DECIMAL = re.compile(r"-?(\d*)\.(\d+)(?:\s*\\(?:times|cdot)\s*10\^\{?(-?\d+)\}?
 _BASE = re.compile(r"\d_\{?(\d+)")
 
 
-def same(gold: Answer, said: Answer) -> bool:
+def same(gold: Answer, answer: Answer) -> bool:
     """Whether an answer is the reference."""
-    if gold.label and said.label and (gold.label != said.label or not (said.items or said.words)):
-        return gold.label == said.label
-    if gold.words and len(gold.words) == 1 and said.label and gold.words[0] == said.label.lower():
+    if gold.label and answer.label and (gold.label != answer.label or not (answer.items or answer.words)):
+        return gold.label == answer.label
+    if gold.words and len(gold.words) == 1 and answer.label and gold.words[0] == answer.label.lower():
         return True
-    if gold.clock and said.clock:
-        halves = {gold.clock.half, said.clock.half} - {""}
-        return (gold.clock.hours, gold.clock.minutes) == (said.clock.hours, said.clock.minutes) and len(halves) < 2
+    if gold.clock and answer.clock:
+        halves = {gold.clock.half, answer.clock.half} - {""}
+        return (gold.clock.hours, gold.clock.minutes) == (answer.clock.hours, answer.clock.minutes) and len(halves) < 2
     gold = _as_ratio(gold)
-    said = _as_ratio(said)
-    if gold.words or said.words:
-        return gold.words == (said.words or (letters("".join(said.items)),))
-    for point, assignments in ((gold, said), (said, gold)):
+    answer = _as_ratio(answer)
+    if gold.words or answer.words:
+        return gold.words == (answer.words or (letters("".join(answer.items)),))
+    for point, assignments in ((gold, answer), (answer, gold)):
         if len(point.items) == 1 and _are_assignments(assignments):
             return _same_point(point, assignments)
-    if len(gold.items) != len(said.items):
+    if len(gold.items) != len(answer.items):
         return False
-    if gold.unit and said.unit and gold.unit != said.unit:
+    if gold.unit and answer.unit and gold.unit != answer.unit:
         return False
     gold_percent = gold.unit == _PERCENT
-    said_percent = said.unit == _PERCENT
-    if gold_percent != said_percent and len(gold.values) == 1:
-        return _same_with_percent(gold, said, said_percent)
-    unmatched = list(zip(said.values, said.items))
+    answer_percent = answer.unit == _PERCENT
+    if gold_percent != answer_percent and len(gold.values) == 1:
+        return _same_with_percent(gold, answer, answer_percent)
+    unmatched = list(zip(answer.values, answer.items))
     for gold_value, gold_item in zip(gold.values, gold.items):
         for pair in unmatched:
-            said_value, said_item = pair
-            if equal(gold_value, said_value, gold_item, said_item):
+            answer_value, answer_item = pair
+            if equal(gold_value, answer_value, gold_item, answer_item):
                 unmatched.remove(pair)
                 break
         else:
@@ -102,55 +102,57 @@ def _as_ratio(answer: Answer) -> Answer:
     return Answer(items=(f"{hours}:{minutes}",), values=(sympy.Rational(hours, minutes),))
 
 
-def _same_with_percent(gold: Answer, said: Answer, said_percent: bool) -> bool:
+def _same_with_percent(gold: Answer, answer: Answer, answer_percent: bool) -> bool:
     """50% is 50, where the question is in percent, and 1/2; 5000% is not 50."""
     (gold_value,) = gold.values
-    (said_value,) = said.values
-    if equal(gold_value, said_value, gold.items[0], said.items[0]):
+    (answer_value,) = answer.values
+    if equal(gold_value, answer_value, gold.items[0], answer.items[0]):
         return True
-    fraction, percent = (gold_value, said_value) if said_percent else (said_value, gold_value)
+    fraction, percent = (gold_value, answer_value) if answer_percent else (answer_value, gold_value)
     if not (getattr(fraction, "is_number", False) and getattr(percent, "is_number", False)):
         return False
     return bool(abs(fraction) < 2) and equal(fraction, percent / 100, "", "")
 
 
-def equal(gold: Value, said: Value, gold_text: str, said_text: str) -> bool:
+def equal(gold: Value, answer: Value, gold_text: str, answer_text: str) -> bool:
     """Whether two values are equal: exactly, but for decimals of many digits, which mean an exact value."""
-    if isinstance(gold, str) or isinstance(said, str):
-        return isinstance(gold, str) and isinstance(said, str) and letters(gold_text) == letters(said_text)
+    if isinstance(gold, str) or isinstance(answer, str):
+        return isinstance(gold, str) and isinstance(answer, str) and letters(gold_text) == letters(answer_text)
     gold_relation = isinstance(gold, (Relational, And))
-    said_relation = isinstance(said, (Relational, And))
-    if gold_relation and said_relation:
-        return _same_relations(gold, said)
-    if said_relation and isinstance(take_last_relation(said), sympy.Eq) and not _is_multiple(take_first_relation(said)):
-        return equal(gold, take_last_relation(said).rhs, gold_text, said_text.rpartition("=")[2])
+    answer_relation = isinstance(answer, (Relational, And))
+    if gold_relation and answer_relation:
+        return _same_relations(gold, answer)
+    if answer_relation:
+        last_relation = take_last_relation(answer)
+        if isinstance(last_relation, sympy.Eq) and not _is_multiple(take_first_relation(answer)):
+            return equal(gold, last_relation.rhs, gold_text, answer_text.rpartition("=")[2])
     if gold_relation and is_assignment_relation(gold):
-        return equal(take_last_relation(gold).rhs, said, gold_text.rpartition("=")[2], said_text)
-    if gold_relation or said_relation:
+        return equal(take_last_relation(gold).rhs, answer, gold_text.rpartition("=")[2], answer_text)
+    if gold_relation or answer_relation:
         sets = (sympy.Set, Relational, And)
-        return isinstance(gold, sets) and isinstance(said, sets) and _verified(gold, said)
+        return isinstance(gold, sets) and isinstance(answer, sets) and _verified(gold, answer)
     gold_base = _BASE.search(gold_text)
-    said_base = _BASE.search(said_text)
-    if gold_base and said_base and gold_base[1] != said_base[1]:
+    answer_base = _BASE.search(answer_text)
+    if gold_base and answer_base and gold_base[1] != answer_base[1]:
         return False
-    if isinstance(gold, sympy.Expr) and isinstance(said, sympy.Expr):
-        if gold.is_number and said.is_number:
-            return _same_numbers(gold, said, gold_text, said_text)
-        if canonical(gold) == canonical(said):
+    if isinstance(gold, sympy.Expr) and isinstance(answer, sympy.Expr):
+        if gold.is_number and answer.is_number:
+            return _same_numbers(gold, answer, gold_text, answer_text)
+        if canonical(gold) == canonical(answer):
             return True
-        return not (gold.is_number or said.is_number) and _verified(exactly(gold), exactly(said))
-    if isinstance(gold, sympy.MatrixBase) and isinstance(said, sympy.MatrixBase):
-        return gold.shape == said.shape and _all_equal(gold.flat(), said.flat())
-    if isinstance(gold, sympy.Interval) and isinstance(said, sympy.Interval):
-        same_openness = gold.left_open == said.left_open and gold.right_open == said.right_open
-        return same_openness and _all_equal((gold.start, gold.end), (said.start, said.end))
-    if isinstance(gold, sympy.Tuple) and isinstance(said, sympy.Tuple):
-        return len(gold) == len(said) and _all_equal(gold, said)
-    return _verified(gold, said)
+        return not (gold.is_number or answer.is_number) and _verified(exactly(gold), exactly(answer))
+    if isinstance(gold, sympy.MatrixBase) and isinstance(answer, sympy.MatrixBase):
+        return gold.shape == answer.shape and _all_equal(gold.flat(), answer.flat())
+    if isinstance(gold, sympy.Interval) and isinstance(answer, sympy.Interval):
+        same_openness = gold.left_open == answer.left_open and gold.right_open == answer.right_open
+        return same_openness and _all_equal((gold.start, gold.end), (answer.start, answer.end))
+    if isinstance(gold, sympy.Tuple) and isinstance(answer, sympy.Tuple):
+        return len(gold) == len(answer) and _all_equal(gold, answer)
+    return _verified(gold, answer)
 
 
-def _all_equal(gold: Iterable[Value], said: Iterable[Value]) -> bool:
-    return all(equal(gold_value, said_value, "", "") for gold_value, said_value in zip(gold, said))
+def _all_equal(gold: Iterable[Value], answer: Iterable[Value]) -> bool:
+    return all(equal(gold_value, answer_value, "", "") for gold_value, answer_value in zip(gold, answer))
 
 
 def _is_multiple(equation: Value) -> bool:
@@ -161,25 +163,25 @@ def _is_multiple(equation: Value) -> bool:
     return len(factors) == 2 and has_number and has_symbol
 
 
-def _same_numbers(gold: Value, said: Value, gold_text: str, said_text: str) -> bool:
+def _same_numbers(gold: Value, answer: Value, gold_text: str, answer_text: str) -> bool:
     exact_gold = exactly(gold).doit()
-    exact_said = exactly(said).doit()
-    if exact_gold == exact_said:
+    exact_answer = exactly(answer).doit()
+    if exact_gold == exact_answer:
         return True
-    has_decimals = gold.has(sympy.Float) or said.has(sympy.Float)
-    if exact_gold.is_Rational and exact_said.is_Rational and not has_decimals:
+    has_decimals = gold.has(sympy.Float) or answer.has(sympy.Float)
+    if exact_gold.is_Rational and exact_answer.is_Rational and not has_decimals:
         return False
-    if exact_gold.is_infinite or exact_said.is_infinite:
+    if exact_gold.is_infinite or exact_answer.is_infinite:
         return False
     gold_size = abs(exact_gold).evalf(40)
-    said_size = abs(exact_said).evalf(40)
-    difference = abs(exact_gold.evalf(40) - exact_said.evalf(40)).evalf(40)
-    if not (gold_size.is_comparable and said_size.is_comparable and difference.is_comparable):
-        return _verified(exact_gold, exact_said)
-    if difference <= max(gold_size, said_size) * sympy.Float("1e-30"):
+    answer_size = abs(exact_answer).evalf(40)
+    difference = abs(exact_gold.evalf(40) - exact_answer.evalf(40)).evalf(40)
+    if not (gold_size.is_comparable and answer_size.is_comparable and difference.is_comparable):
+        return _verified(exact_gold, exact_answer)
+    if difference <= max(gold_size, answer_size) * sympy.Float("1e-30"):
         return True
-    both_decimals = gold.has(sympy.Float) and said.has(sympy.Float)
-    for text, exact in ((said_text, exact_gold), (gold_text, exact_said)):
+    both_decimals = gold.has(sympy.Float) and answer.has(sympy.Float)
+    for text, exact in ((answer_text, exact_gold), (gold_text, exact_answer)):
         decimal = _DECIMAL.fullmatch(text.strip())
         if decimal and not exact.is_Integer and not both_decimals:
             before_point, after_point, exponent = decimal.groups()
@@ -189,36 +191,36 @@ def _same_numbers(gold: Value, said: Value, gold_text: str, said_text: str) -> b
     return False
 
 
-def _same_relations(gold: Value, said: Value) -> bool:
+def _same_relations(gold: Value, answer: Value) -> bool:
     """Equations are equal up to a factor, inequalities up to a positive one."""
     gold_relations = list(relations_of(gold))
-    said_relations = list(relations_of(said))
-    if is_assignment_relation(gold) and is_assignment_relation(said):
+    answer_relations = list(relations_of(answer))
+    if is_assignment_relation(gold) and is_assignment_relation(answer):
         gold_relations = gold_relations[-1:]
-        said_relations = said_relations[-1:]
-    if len(gold_relations) != len(said_relations):
+        answer_relations = answer_relations[-1:]
+    if len(gold_relations) != len(answer_relations):
         return False
     for gold_relation in gold_relations:
-        if not any(_same_relation(gold_relation, said_relation) for said_relation in said_relations):
+        if not any(_same_relation(gold_relation, answer_relation) for answer_relation in answer_relations):
             return False
     return True
 
 
-def _same_relation(gold: Relation, said: Relation) -> bool:
-    if gold.name != said.name:
+def _same_relation(gold: Relation, answer: Relation) -> bool:
+    if gold.name != answer.name:
         return False
-    factor = sympy.cancel(sympy.together(gold.difference / said.difference))
+    factor = sympy.cancel(sympy.together(gold.difference / answer.difference))
     if not factor.is_number:
         factor = sympy.simplify(factor)
     is_inequality = "Than" in gold.name
     return bool(factor.is_number and factor.is_nonzero and (factor.is_positive or not is_inequality))
 
 
-def _verified(gold: Value, said: Value) -> bool:
-    return verify(gold, said, float_rounding=30, timeout_seconds=0, allow_set_relation_comp=True)
+def _verified(gold: Value, answer: Value) -> bool:
+    return verify(gold, answer, float_rounding=30, timeout_seconds=0, allow_set_relation_comp=True)
 
 
-def compare(answer: str, text: str) -> Verdict:
+def compare(reference: str, text: str) -> Verdict:
     """The verdict on a response, and its final answer in canonical form."""
     answer_text, settled = prepared(text)
     if not settled:
@@ -228,17 +230,17 @@ def compare(answer: str, text: str) -> Verdict:
         answer_text = rewritten(str(parsed[-1])) if parsed else ""
     if not answer_text:
         return Verdict(UNREADABLE)
-    gold = read(rewritten(last_boxed(answer) or answer))
-    said = read(answer_text, finished=gold is not None and _asks_for_number(gold))
-    if gold is None and letters(answer_text) == letters(rewritten(answer)):
+    gold = read(rewritten(last_boxed(reference) or reference))
+    answer = read(answer_text, finished=gold is not None and _asks_for_number(gold))
+    if gold is None and letters(answer_text) == letters(rewritten(reference)):
         return Verdict.of(True, letters(answer_text))  # a damaged reference has its text alone
-    if said is None:
+    if answer is None:
         return Verdict(UNREADABLE)
     if gold is None:
-        return Verdict.of(False, said.form)
-    right = same(gold, said)
+        return Verdict.of(False, answer.form)
+    right = same(gold, answer)
     # 1.2857142857 is right for 9/7 and then counts as the same answer.
-    return Verdict.of(right, gold.form if right else said.form)
+    return Verdict.of(right, gold.form if right else answer.form)
 
 
 def _asks_for_number(gold: Answer) -> bool:

@@ -198,17 +198,17 @@ def _settled(candidate: str, *, is_stated: bool) -> str | None:
         if length_after < _LONGEST or is_stated:
             return rewritten(", ".join(formula[formula.lastgroup or 0] for formula in joined))
         return None
-    said = _SENTENCE_ENDS.split(words.strip())[0].strip()
-    if is_stated and _BOUND.search(said):
+    clause = _SENTENCE_ENDS.split(words.strip())[0].strip()
+    if is_stated and _BOUND.search(clause):
         return ""
-    if not said or len(said) > _LONGEST or _WORD_BEFORE_NUMBER.search(said):
+    if not clause or len(clause) > _LONGEST or _WORD_BEFORE_NUMBER.search(clause):
         return None
-    allowed_words = 2 if any(character.isdigit() for character in said) else 1
-    without_text = re.sub(rf"{TEXT}\{{[^{{}}]*\}}", "", said)
+    allowed_words = 2 if any(character.isdigit() for character in clause) else 1
+    without_text = re.sub(rf"{TEXT}\{{[^{{}}]*\}}", "", clause)
     if len(_WORDS.findall(without_text)) > allowed_words:
         return None
     goes_on = _SENTENCE_ENDS.search(words.strip().rstrip(".!"))
-    return rewritten(said) if is_stated or not goes_on else None
+    return rewritten(clause) if is_stated or not goes_on else None
 
 
 def _joined_formulas(text: str, formulas: Sequence[re.Match[str]]) -> list[re.Match[str]]:

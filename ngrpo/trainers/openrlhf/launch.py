@@ -139,8 +139,8 @@ def worker_env(profile: Profile) -> dict[str, str]:
     env |= profile.forced_env
     # The setup hook runs before Ray gives a worker the driver's sys.path; a checkout that is not
     # installed must be importable there too (Ray 2.55). On a cluster ngrpo must be installed.
-    here = str(Path(__file__).resolve().parents[3])
-    paths = [here, *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    package_root = str(Path(__file__).resolve().parents[3])
+    paths = [package_root, *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     env["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(p for p in paths if p))
     return env
 
@@ -162,13 +162,14 @@ def _start_ray(profile: Profile, flags: Flags, conditions: Sequence[str], run: R
         _check_paths(opened(flags, run.run_dir))
     except RayError as error:
         raise _failed(error) from None
-    gpus = sum(group.gpus for group in placement.groups(flags.args))
-    there = int(ray.cluster_resources().get("GPU", 0))
-    if there < gpus and profile.name == "cpu":  # with CUDA a cluster may grow
+    needed_gpus = sum(group.gpus for group in placement.groups(flags.args))
+    cluster_gpus = int(ray.cluster_resources().get("GPU", 0))
+    if cluster_gpus < needed_gpus and profile.name == "cpu":  # with CUDA a cluster may grow
         ray.shutdown()
         raise TrainingFailed(
-            f"the Ray cluster at {address} has {there} GPUs, and this run places {gpus} (without CUDA they are only"
-            f" counted). Start it with `ray start --head --num-gpus {gpus}`, or set RAY_ADDRESS=local for its own Ray."
+            f"the Ray cluster at {address} has {cluster_gpus} GPUs, and this run places {needed_gpus} (without CUDA"
+            f" they are only counted). Start it with `ray start --head --num-gpus {needed_gpus}`, or set"
+            " RAY_ADDRESS=local for its own Ray."
         )
 
 
@@ -194,13 +195,13 @@ def setup_hook(conditions: Sequence[str], run: RunConfig) -> Callable[[], None]:
     Ray keeps the function, and the run with it, in its own store, so no disk need be shared; an environment variable is
     limited to 131,072 bytes. Relative paths mean in a worker what they mean here.
     """
-    here = os.getcwd()
+    working_folder = os.getcwd()
 
     def in_worker() -> None:
         # Imports take most of a start, and upstream logs nothing of them.
         announce("importing torch, vLLM and OpenRLHF in Ray's processes")
         with suppress(OSError):  # another node need not have the folder
-            os.chdir(here)
+            os.chdir(working_folder)
         processes.add_programs_to_path()
         # A reward's or agent's file may import its neighbors, as a program that Python starts may.
         files = (Flags(run.openrlhf).value(flag) or "" for flag in ("--reward.remote_url", "--train.agent_func_path"))
@@ -239,9 +240,9 @@ def _check_paths(paths: Mapping[str, str]) -> None:
         def missing(self) -> list[str]:
             return [path for path in paths if not os.path.exists(path)]
 
-    here = ray.get_runtime_context().get_node_id()
+    this_node = ray.get_runtime_context().get_node_id()
     nodes = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
-    others = [node for node in nodes if node != here]
+    others = [node for node in nodes if node != this_node]
     places = [NodeAffinitySchedulingStrategy(node, soft=False) for node in others]
     actors = [Node.options(scheduling_strategy=place).remote() for place in places]  # type: ignore[missing-attribute]
     for node, absent in zip(others, ray.get([actor.missing.remote() for actor in actors])):
@@ -262,17 +263,19 @@ def _failed(error: Exception) -> TrainingFailed:
 
         node = ray._private.worker._global_node  # No public accessor in Ray 2.55.
         if node is not None:
-            if "Engine core initialization failed" in cause and (said := engine_error(Path(node.get_logs_dir_path()))):
-                cause = f"an engine did not start: {explanation(RuntimeError(said)) or said}"
+            if "Engine core initialization failed" in cause:
+                message = engine_error(Path(node.get_logs_dir_path()))
+                if message:
+                    cause = f"an engine did not start: {explanation(RuntimeError(message)) or message}"
             logs = f"\n  logs of all processes: {node.get_logs_dir_path()}"
     return TrainingFailed(cause + logs)
 
 
 def engine_error(logs: Path) -> str | None:
     """What an engine's own process failed with, which vLLM only logs, in Ray's folder of logs; None if nothing did."""
-    said = r"\(EngineCore.* ERROR .*\] ((?:\w+\.)*\w*(?:Error|Exception): .+)"
+    error_line = r"\(EngineCore.* ERROR .*\] ((?:\w+\.)*\w*(?:Error|Exception): .+)"
     text = "\n".join(path.read_text(errors="replace") for path in logs.glob("worker-*"))
-    return next(reversed(re.findall(said, text)), None)
+    return next(reversed(re.findall(error_line, text)), None)
 
 
 # ---- why a training ended, and its left-over processes ------------------------------------------------------------
@@ -281,7 +284,7 @@ def engine_error(logs: Path) -> str | None:
 def root_cause(error: BaseException) -> str:
     """The innermost error of a chain of Ray errors in one paragraph, and where it was raised."""
     chain = _chain(error)
-    where = next((str(each.function_name) for each in reversed(chain) if getattr(each, "function_name", "")), "")
+    functions = [str(link.function_name) for link in chain if getattr(link, "function_name", "")]
     text = str(chain[-1]).strip() or "(no message)"
     name = type(chain[-1]).__name__
     cause_text = f"{name}: {text}"
@@ -290,17 +293,20 @@ def root_cause(error: BaseException) -> str:
     lines = [line for line in text.splitlines() if re.match(r"[\w.]+(Error|Exception|Exit)\b", line)]
     if lines and "\n  File " in text:
         cause_text = lines[-1] + f"\n  ({name}; the traceback is above)"
-    return cause_text + (f"\n  in {where}" if where else "")
+    return f"{cause_text}\n  in {functions[-1]}" if functions else cause_text
 
 
 def explanation(error: BaseException) -> str | None:
     """A known error's meaning for the user, in one paragraph; None for any other error."""
-    texts = [str(each).strip() for each in _chain(error)]
+    texts = [str(link).strip() for link in _chain(error)]
     for pattern, meaning in _KNOWN.items():
-        said = next((text.splitlines() for text in texts if re.search(pattern, text)), None)
-        if said is not None:
-            line = next((line for line in said if re.search(pattern, line)), said[-1])
-            return f"{meaning} {line.strip()}"
+        for text in texts:
+            if re.search(pattern, text):
+                lines = text.splitlines()
+                matching = [line for line in lines if re.search(pattern, line)]
+                # A pattern may match over several lines only.
+                line = matching[0] if matching else lines[-1]
+                return f"{meaning} {line.strip()}"
     return None
 
 

@@ -113,11 +113,11 @@ def _run(plan: Plan, run: Run, folder: ComparisonFolder) -> dict[str, Any]:
     """A run in ``runs`` of results.json."""
     path = f"runs/{run.id}"
     state = status(plan, run, folder)
-    done = state["status"] == "done"
-    summary = (folder.read(f"{path}/summary.json") if done else None) or {}
+    is_done = state["status"] == "done"
+    summary = (folder.read(f"{path}/summary.json") if is_done else None) or {}
     # A report has no room for kept groups and samples of more than one seed.
     is_first_seed = run.seed == plan.seeds[0]
-    kept = summary.get("groups") if is_first_seed else None
+    groups = summary.get("groups") if is_first_seed else None
     return {
         "id": run.id,
         "strategy": run.arm.id,
@@ -127,8 +127,8 @@ def _run(plan: Plan, run: Run, folder: ComparisonFolder) -> dict[str, Any]:
         "sampling": summary.get("sampling"),
         "steps": summary.get("steps", []),
         "evaluations": _evaluations(summary),
-        "evaluation": folder.read(f"{path}/evaluation/evaluation.json") if done else None,
-        "groups": fitting(kept or [], MOST_BYTES // len(plan.arms)),
+        "evaluation": folder.read(f"{path}/evaluation/evaluation.json") if is_done else None,
+        "groups": fitting(groups or [], MOST_BYTES // len(plan.arms)),
         "samples": summary.get("samples", []) if is_first_seed else [],
     }
 
@@ -193,17 +193,17 @@ def summarise(
             it ``of`` the evaluated ones, and except for the baseline Fisher's exact ``p`` and ``p_corrected``.
             Counts are not paired. They say more than means where a run either finds the better way or does not.
     """
-    done: dict[str, dict[int, Mapping[str, Any]]] = {arm: {} for arm in arms}
+    done_runs: dict[str, dict[int, Mapping[str, Any]]] = {arm: {} for arm in arms}
     failed: dict[str, list[int]] = {arm: [] for arm in arms}
     for run in runs:
-        if run["strategy"] not in done:
+        if run["strategy"] not in done_runs:
             continue
         if run["status"] == "done":
-            done[run["strategy"]][run["seed"]] = run
+            done_runs[run["strategy"]][run["seed"]] = run
         elif run["status"] == "failed":
             failed[run["strategy"]].append(run["seed"])
 
-    rows = [_row(arm, done[arm], done[baseline], baseline) for arm in arms]
+    rows = [_row(arm, done_runs[arm], done_runs[baseline], baseline) for arm in arms]
     differences = [row["difference"] for row in rows if row["difference"] is not None]
     statistics.correct([difference["mean_at_n"] for difference in differences if difference["mean_at_n"] is not None])
     for k in {k for difference in differences for k in difference["pass_at_k"]}:
@@ -216,10 +216,10 @@ def summarise(
             row["verdict"] = "the baseline"
         else:
             difference = row["difference"] and row["difference"]["mean_at_n"]
-            shared_seeds = done[arm].keys() & done[baseline].keys()
+            shared_seeds = done_runs[arm].keys() & done_runs[baseline].keys()
             row["verdict"] = verdict(difference, f"Mean@{row['n']}", baseline, len(shared_seeds))
         if threshold is not None:
-            row["above"] = _above(done[arm], threshold)
+            row["above"] = _above(done_runs[arm], threshold)
             row["verdict"] += f"; {row['above']['runs']} of {row['above']['of']} runs end above {threshold:g}"
     if threshold is not None:
         _compare_counts(rows, baseline)

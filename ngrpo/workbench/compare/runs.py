@@ -147,13 +147,13 @@ def status(plan: Plan, run: Run, folder: ComparisonFolder) -> dict[str, Any]:
     a file, or ``other``: one with another identity has finished under the same name.
     """
     record = folder.read(f"runs/{run.id}/run.json") or {}
-    done = record.get("status") == "done"
+    is_done = record.get("status") == "done"
     if record.get("identity") != identity(plan, run):
-        return {"status": "other" if done else "pending"}
+        return {"status": "other" if is_done else "pending"}
     needed = ["summary.json"]
     if plan.evaluation is not None:
         needed.append("evaluation/evaluation.json")
-    if done and not all((folder.run_folder(run) / name).is_file() for name in needed):
+    if is_done and not all((folder.run_folder(run) / name).is_file() for name in needed):
         return {"status": "pending"}
     return record
 

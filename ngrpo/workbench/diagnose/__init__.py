@@ -34,11 +34,11 @@ def without_repeats(arms: Sequence[Arm], step: int = 0, steps: int | None = None
 
     ``step`` and ``steps`` are as in :func:`policy_of`.
     """
-    kept: list[Arm] = []
+    distinct_arms: list[Arm] = []
     rollouts: list[tuple[str, dict[str, str], dict[str, Any]]] = []
     for arm in arms:
         described = (arm.name, dict(arm.options), policy_of(arm, step, steps).described())
         if described not in rollouts:
-            kept.append(arm)
+            distinct_arms.append(arm)
             rollouts.append(described)
-    return kept
+    return distinct_arms

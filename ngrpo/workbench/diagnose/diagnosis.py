@@ -110,8 +110,8 @@ def diagnose(
                 folder.write(MAP, {"asked": map_settings, "map": map_data})
 
         # 2. Measure all arms from the samples in the folder.
-        kept = folder.samples()
-        groups = {arm.id: groups_of(kept[arm.id]) for arm in arms}
+        samples_by_arm = folder.samples()
+        groups = {arm.id: groups_of(samples_by_arm[arm.id]) for arm in arms}
         unperturbed = [arm.id for arm in arms if arm.spec is None and not policy_by_arm[arm.id].specs]
         baseline = unperturbed[0] if unperturbed else None
         rows = arm_rows(arms, groups, problems, folder.finished, baseline, sampling.seed)
@@ -234,8 +234,8 @@ class DiagnosisFolder(ResultFolder):
         """
         if not self.path.is_dir() or all(entry.name.startswith(".") for entry in self.path.iterdir()):
             return "unfinished"
-        kept = {row["strategy"]: _drawn(row) for row in self.lines(FINISHED, "strategy", "samples", "perturbation")}
-        if any(kept.get(arm, rollouts) != rollouts for arm, rollouts in drawn.items()):
+        finished = {row["strategy"]: _drawn(row) for row in self.lines(FINISHED, "strategy", "samples", "perturbation")}
+        if any(finished.get(arm, rollouts) != rollouts for arm, rollouts in drawn.items()):
             return "other"
         if self.read(SETTINGS) != _as_read(settings):
             return "other"

@@ -212,14 +212,14 @@ class _Progress:
     def tell(self) -> None:
         """Reports if it is time to."""
         now = time.monotonic()
-        done = len(self._samples)
-        if now - self._told < _REPORT_SECONDS and done < self._total:
+        finished = len(self._samples)
+        if now - self._told < _REPORT_SECONDS and finished < self._total:
             return
         self._told = now
         mean = _mean(sample["reward"] for sample in self._samples)
-        seconds_per_sample = (now - self._began) / (done - self._before)
-        left = seconds_per_sample * (self._total - done)
-        self._report(f"{done} of {self._total} samples, mean reward {mean:.3f}, {span(left)} left")
+        seconds_per_sample = (now - self._began) / (finished - self._before)
+        seconds_left = seconds_per_sample * (self._total - finished)
+        self._report(f"{finished} of {self._total} samples, mean reward {mean:.3f}, {span(seconds_left)} left")
 
 
 def rescore(

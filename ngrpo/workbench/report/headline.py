@@ -104,7 +104,7 @@ def _table(
     ends = [format_number(end) for end in (min(detectable), max(detectable))] if detectable else []
     arms = rows(results, "strategies")
     return {
-        "listed": [(one, summary[name]) for name, one in series.items() if name in summary],
+        "listed": [(arm_series, summary[name]) for name, arm_series in series.items() if name in summary],
         "metrics": metrics,
         "baseline": results.get("baseline"),
         "perturbed": [row.get("id") for row in arms if row.get("perturbation") is not None],
@@ -137,11 +137,11 @@ def diagnosis(diagnosis: Mapping[str, Any], series: Mapping[str, Series]) -> dic
     baseline = [*named, *arms, {}][0]
     listed = by_series(diagnosis, series)
     verdicts = []
-    for one, row in listed:
+    for arm_series, row in listed:
         if row is not baseline:
             diverse = _against(row, baseline, "diversity", "diverse")
             valid = _against(row, baseline, "validity", "valid")
-            verdicts.append((one, f"{diverse}; {valid}."))
+            verdicts.append((arm_series, f"{diverse}; {valid}."))
     return {
         "title": f"Before any training: {_named([row.get('name') for row in arms])}",
         "facts": {

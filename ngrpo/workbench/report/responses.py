@@ -142,7 +142,7 @@ def _step(line: Mapping[str, Any]) -> dict[str, Any]:
 def _bar_rows(bars: _Bars, rewards: Sequence[float], groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """For each bar its label, count, height in percent of the highest, and how many of its responses are kept."""
     counts = Counter(map(bars.bar_of, rewards))
-    kept = Counter(answer["bar"] for group in groups for answer in group["answers"])
+    kept_counts = Counter(answer["bar"] for group in groups for answer in group["answers"])
     bar_rows = []
     for bar, edges in enumerate(bars.edges):
         bar_rows.append(
@@ -150,7 +150,7 @@ def _bar_rows(bars: _Bars, rewards: Sequence[float], groups: Sequence[Mapping[st
                 "label": " to ".join(dict.fromkeys(format_number(edge, 2) for edge in edges)),
                 "count": counts[bar],
                 "share": round(100 * counts[bar] / max(counts.values())),
-                "held": kept[bar],
+                "held": kept_counts[bar],
             }
         )
     return bar_rows
