@@ -138,8 +138,10 @@ def parse_arms(
     swept_options = {key.removeprefix(_PREFIX): values for key, values in swept.items() if key.startswith(_PREFIX)}
     swept_flags = {key: values for key, values in swept.items() if not key.startswith(_PREFIX)}
 
-    arms = _with_swept_options([reader.read(name, flag="--perturbations") for name in names], swept_options)
-    arms += [reader.read(line, flag="--strategy") for line in lines]
+    named_arms = [reader.read(name, flag="--perturbations") for name in names]
+    line_arms = [reader.read(line, flag="--strategy") for line in lines]
+    _refuse_options_without_prefix(swept_flags, [*named_arms, *line_arms])
+    arms = _with_swept_options(named_arms, swept_options) + line_arms
     if not arms:
         raise UsageError("no arm is given: name some with --perturbations none,neighbor (see: ngrpo list).")
     if bases:
@@ -255,6 +257,15 @@ def _read_sweeps(sweeps: Sequence[str], training: bool) -> dict[str, list[str]]:
             raise UsageError(f"--sweep {text!r}: a value is given twice; keep one.")
         swept[key] = values
     return swept
+
+
+def _refuse_options_without_prefix(swept_flags: Mapping[str, Sequence[str]], arms: Sequence[Arm]) -> None:
+    """Raises ``UsageError`` for a swept flag that is an option of an arm's perturbation, and no flag."""
+    options = {option for arm in arms for option in _KIND.option_fields(arm.name, arm.options)}
+    for key, values in swept_flags.items():
+        if key in options and not re.fullmatch(_TRAINING_KEYS, key):
+            sweep = f"{key}={','.join(values)}"
+            raise UsageError(f"--sweep {sweep}: an option of a perturbation is swept as --sweep {_PREFIX}{sweep}.")
 
 
 def _with_swept_options(arms: list[Arm], swept: Mapping[str, Sequence[str]]) -> list[Arm]:

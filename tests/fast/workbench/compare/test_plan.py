@@ -347,6 +347,7 @@ def test_bad_problems_are_found_before_anything_is_trained(tmp_path: Path) -> No
         (["--eval.n", "0"], "evaluation: --n 0: must be at least 1"),
         (["--diagnose.group", "1"], "diagnosis: sampling option group=1"),
         (["--sweep", "nope=1,2"], "arm 'none nope=1': unknown flag '--nope'"),
+        (["--sweep", "rate=0.1,0.2"], "--sweep rate=0.1,0.2: .* as --sweep perturbation.rate=0.1,0.2"),
         (["--sweep", "rollout.top_p=0.5,abc"], "rollout.top_p=abc': --rollout.top_p abc: must be a number"),
     ],
 )
