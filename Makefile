@@ -131,6 +131,7 @@ bench: $(READY)
 	@$(BIN)/python -m benchmarks.rollout
 	@$(BIN)/python -m benchmarks.decode_step
 	@$(BIN)/python -m benchmarks.replay
+	@$(BIN)/python -m benchmarks.score_centering
 
 models: $(READY) vision
 	@PYTHONPATH="$(VISION)$${PYTHONPATH:+:$$PYTHONPATH}" $(BIN)/python -m benchmarks.models

@@ -116,7 +116,7 @@ MUTATIONS = {
         ("(sample, position - 1, shape", "(sample, position, shape", "the row after the token"),
     ],
     ("ngrpo/trainers/common/score_centering.py", _CENTERING): [
-        ("weighted.sum(dim=-1, keepdim=True) * log_policy", "log_policy", "centering: coefficients that sum to 1"),
+        ("weighted.sum(dim=-1, keepdim=True) * policy", "policy", "centering: coefficients that sum to 1"),
         ("ratio.clamp(self.low, self.high)", "ratio", "centering: weights without bounds"),
         ("ratio, 0.0)\n        return", "ratio, 1.0)\n        return", "centering: dropped weights are 1"),
         ("* (sampler.temperature / temperature)", "* torch.ones_like(temperature)", "centering: e3's temperature"),

@@ -46,25 +46,23 @@ class ImportanceWeight:
     """f of the ratio r = π / π_rollout, by which OpenRLHF's loss weighs a token (``is_correction_*``).
 
     Attributes:
-        low, high: the bounds of r; None where the loss has no weights, f = 1.
+        low, high: the bounds of r.
         drops: whether f is 0 beyond the bounds (mode ``mask``), and not the bound (mode ``clip``).
     """
 
-    low: float | None = None
-    high: float | None = None
+    low: float
+    high: float
     drops: bool = False
 
     @classmethod
-    def of(cls, policy_loss: WeightedLoss) -> "ImportanceWeight":
-        """The weight of OpenRLHF's ``PolicyLoss``."""
+    def of(cls, policy_loss: WeightedLoss) -> "ImportanceWeight | None":
+        """The weight of OpenRLHF's ``PolicyLoss``; None where it has none, f = 1."""
         if policy_loss.is_correction_level == "off":
-            return cls()
+            return None
         low, high = policy_loss.is_correction_threshold
         return cls(low, high, drops=policy_loss.is_correction_mode == "mask")
 
     def __call__(self, ratio: Tensor) -> Tensor:
-        if self.low is None or self.high is None:
-            return torch.ones_like(ratio)
         if self.drops:
             return torch.where((ratio >= self.low) & (ratio <= self.high), ratio, 0.0)
         return ratio.clamp(self.low, self.high)
@@ -79,14 +77,14 @@ class Sampler:
         perturbation: the run's; None where it has none.
         schedule: changes the temperature of each draw; None where it is one temperature.
         corrects_mask: whether the policy of the loss is the one over the tokens left (``--sampling.correct_mask``).
-        weight: of the loss.
+        weight: of the loss; None where it has none.
     """
 
     temperature: float = 1.0
     perturbation: Perturbation | None = None
     schedule: SamplingSchedule | None = None
     corrects_mask: bool = False
-    weight: ImportanceWeight = ImportanceWeight()
+    weight: ImportanceWeight | None = None
 
 
 @dataclass(frozen=True)
@@ -138,22 +136,23 @@ def mean_scores(sampler: Sampler, draws: TokenDraws, logits: Tensor) -> Tensor:
     ``logits``: z / temperature, (N, V), float32 or wider.
     """
     left = draws.left(logits.shape[-1]).to(logits.device)
-    log_sampled = torch.log_softmax(_scheduled(sampler, draws, logits).masked_fill(~left, -torch.inf), dim=-1)
+    sampling_logits = _scheduled(sampler, draws, logits).masked_fill(~left, -torch.inf)
     policy_logits = logits.masked_fill(~left, -torch.inf) if sampler.corrects_mask else logits
-    log_policy = torch.log_softmax(policy_logits, dim=-1)
-
-    probabilities = log_sampled.exp()  # q
+    policy = torch.softmax(policy_logits, dim=-1)  # p
+    sampled = torch.softmax(sampling_logits, dim=-1)  # q
     if sampler.perturbation is not None and draws.perturbed.any():
         rows = torch.from_numpy(draws.perturbed).to(logits.device)
         drawn = sampler.perturbation.text_probabilities(logits[rows], sampler.temperature, left[rows])
-        probabilities = probabilities.masked_scatter(rows.unsqueeze(-1), drawn.to(probabilities))
+        sampled = sampled.masked_scatter(rows.unsqueeze(-1), drawn.to(sampled))
+    if sampler.weight is None:
+        return sampled - policy  # c = q, which sums to 1
 
     # OpenRLHF's weight compares with the probability that the engine reports, which is that of sampling, also where the
     # perturbation drew the token.
-    is_possible = probabilities > 0.0
-    log_ratio = torch.where(is_possible, log_policy - log_sampled, 0.0)
-    weighted = probabilities * sampler.weight(log_ratio.exp())  # c
-    return weighted - weighted.sum(dim=-1, keepdim=True) * log_policy.exp()
+    log_ratio = torch.log_softmax(policy_logits, dim=-1) - torch.log_softmax(sampling_logits, dim=-1)
+    ratio = torch.where(sampled > 0.0, log_ratio, 0.0).exp()
+    weighted = sampled * sampler.weight(ratio)  # c
+    return weighted - weighted.sum(dim=-1, keepdim=True) * policy
 
 
 def _scheduled(sampler: Sampler, draws: TokenDraws, logits: Tensor) -> Tensor:
