@@ -116,6 +116,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
             print(f"ngrpo: error: {str(error.filename)[:60]}… is too long a name for a file.", file=sys.stderr)
             return 2
+        if isinstance(error, RuntimeError) and "home directory" in str(error):  # pathlib's words
+            print(f"ngrpo: error: a path begins with ~ and no user of this machine: {error}", file=sys.stderr)
+            return 2
         traceback.print_exc()
         fault = user_files.fault(error)
         print(_BUG if fault is None else f"ngrpo: error: {fault}", file=sys.stderr)

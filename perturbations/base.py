@@ -120,7 +120,7 @@ class Perturbation(GateOptions, ABC):
     # top-p and min-p then bias these draws.
     draws_text: ClassVar[bool] = False
 
-    perturb_eval: bool = option(False, "perturb evaluation rollouts too; the paper measured that this hurts")
+    perturb_eval: bool = option(False, "perturb evaluation rollouts too")
     seed: int = option(0, "seed of the gate, the noise and the token draws", low=0, high=2**63 - 1)
     input_gradient: str = input_gradient_option("full")
     freeze: str = freeze_option("none")

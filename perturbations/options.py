@@ -30,7 +30,7 @@ def option(
     """A dataclass field of an :class:`Options` class.
 
     Args:
-        default: the paper's value.
+        default: the paper's value, where the paper names one.
         help: one line for a list of the options.
         low: the smallest allowed value.
         high: the largest.

@@ -248,7 +248,11 @@ class Registry:
         if isinstance(cls, type) and issubclass(cls, base) and cls is not base:
             return _named(cls, self.address(cls))
         if not of_kind:
-            contents = f"It defines {', '.join(defined)}." if defined else "It defines no class."
+            classes = []
+            for class_name, value in defined.items():
+                kind = f" ({value.registry.kind})" if hasattr(value, "registry") else ""
+                classes.append(f"{class_name}{kind}")
+            contents = f"It defines {', '.join(classes)}." if classes else "It defines no class."
             raise UsageError(f"{label}: {file} holds no {self.kind}. {contents} Derive one from {self._base_name}.")
         raise UsageError(
             f"{label}: {file} has no {self.kind} {attribute!r}.{nearest(attribute, of_kind)}"

@@ -11,7 +11,7 @@ import numpy as np
 
 SEED_BYTES = 6
 # The most responses to one prompt in one round. The numbers of round r begin at r times this.
-MOST_ANSWERS = 1 << 20
+MOST_RESPONSES = 1 << 20
 # A server counts the responses to this many prompts without a seed. Beyond that it forgets the oldest prompt.
 _PROMPTS_COUNTED = 1 << 20
 
@@ -42,7 +42,7 @@ def of_row_and_prompt(tokens: Sequence[int], row: int) -> int:
     return trajectory_seed(np.asarray(tokens, dtype=np.int64).tobytes(), row)
 
 
-class AnswerNumbers:
+class ResponseNumbers:
     """Numbers the responses to each prompt of a training: the same in every run, resumed or not."""
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class AnswerNumbers:
             self._responses = Counter()
         number = self._responses[prompt]
         self._responses[prompt] += 1
-        return round_ * MOST_ANSWERS + number
+        return round_ * MOST_RESPONSES + number
 
 
 class PromptCounts:

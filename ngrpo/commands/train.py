@@ -24,9 +24,9 @@ perturbation of the rollouts
                             overrides the file
   --perturbation.gap_limit X
                             warn once where log-probabilities of rollout and
-                            trainer differ more than X times as much after
-                            perturbed inputs as at plain positions [10];
-                            docs/troubleshooting.md
+                            trainer differ more than X times as much as
+                            expected [10]; docs/troubleshooting.md has what
+                            is expected at which positions
   --perturbation.strict     end the run there instead
 
 algorithm

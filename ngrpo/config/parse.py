@@ -77,6 +77,9 @@ def run_config(argv: Sequence[str]) -> RunConfig:
     }
     conversation.template_arguments(settings.get("chat_template_kwargs"))  # raises for arguments that are none
     _check_engine_limits(settings)
+    if perturbation is not None and perturbation.name != "none" and not perturbation.active:
+        rate_note = f"{PERTURBATION} {perturbation.name} with rate 0 is as {PERTURBATION} none: nothing is recorded."
+        notes = (*notes, rate_note)
     if "perturbation" not in specs and settings.get("reproducible") and f"{PERTURBATION}.seed" in ours:
         seed_note = f"{PERTURBATION}.seed has no effect where nothing is perturbed; the draws follow --train.seed."
         notes = (*notes, seed_note)

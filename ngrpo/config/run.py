@@ -152,8 +152,8 @@ class RunConfig:
     Attributes:
         specs: of each kind of extension in use, by :attr:`ngrpo.config.kinds.Kind.name`, what its
             ``create(**spec)`` takes: ``{"perturbation": {"name": "neighbor", "rate": 0.1, ...}}``.
-        gap_limit: how many times as large as at plain positions the mismatch of log-probabilities may be after
-            perturbed inputs.
+        gap_limit: how many times as large as expected the mismatch of log-probabilities may be, by the rules of
+            :mod:`ngrpo.trainers.common.mismatch`.
         max_num_seqs, max_num_batched_tokens: None for vLLM's defaults of OpenRLHF's engines.
         openrlhf: OpenRLHF's flags, in their order.
         run_dir: folder for what this run writes, or None for a new one under ``runs/``.

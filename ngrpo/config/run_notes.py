@@ -9,7 +9,7 @@ from math import ceil
 from ngrpo.config import flag_checks, input_checks, stretches
 from ngrpo.config.complete_run import CompleteRun
 from ngrpo.config.feature_kinds import ASYNC, CORRECTION, ESTIMATOR
-from ngrpo.config.run import GROUP_BASELINES
+from ngrpo.config.run import GROUP_BASELINES, RunConfig
 from ngrpo.machine.hardware import gpu_notes, host_plan
 from ngrpo.machine.upstream import placement
 from ngrpo.machine.upstream.openrlhf_flags import SIZES, Flags
@@ -98,8 +98,15 @@ def batch_notes(complete: CompleteRun) -> Iterator[str]:
 
 
 def gap_notes(complete: CompleteRun) -> Iterator[str]:
-    """A warning about a run in which the mismatch does not measure the replay (`experience_maker.judge`)."""
+    """A warning about a setting of the mismatch where none is measured or judged (`experience_maker.judge`)."""
     run = complete.run
+    if run.perturbation is None and not run.has_side_records:
+        if run.strict or run.gap_limit != RunConfig.gap_limit:
+            yield (
+                "--perturbation.strict and --perturbation.gap_limit have no effect: nothing is perturbed or recorded,"
+                " so no mismatch is measured."
+            )
+        return
     if run.perturbation is None or run.sampling_schedule is None:
         return
     strict = ", and --perturbation.strict does nothing" if run.strict else ""

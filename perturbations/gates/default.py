@@ -29,7 +29,7 @@ class GateOptions(Options):
     """The options of the default gate, which every perturbation has; it may redeclare a field for another default."""
 
     rate: float = option(1.0, "probability that a position is perturbed (the gate)", low=0.0, high=1.0)
-    until: str | None = option("</think>", "stop for good once this text has been produced; 'none' for never")
+    until: str | None = option("</think>", "stop perturbing once the response has this text; 'none': never stop")
     entropy_min: float | None = option(None, "perturb only where the entropy in nats is at least this", low=0.0)
     every: int = option(1, "perturb only every n-th generated position after the burn-in", low=1)
     burn_in: int = option(0, "leave the first n generated positions alone", low=0)

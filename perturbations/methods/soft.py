@@ -40,7 +40,7 @@ class MixtureOfInputs(LikeliestTokens):
     paper = "Mixture of Inputs, arXiv 2505.14827"
     samples_text = True
 
-    until: str | None = option(None, "stop for good once this text has been produced; 'none' for never")
+    until: str | None = option(None, "stop perturbing once the response has this text; 'none': never stop")
     k: int = option(20, "likeliest tokens in the mixture; the paper takes all", low=2)
     beta: float = option(1.0, "β, how much the sampled token counts", low=0.0)
     entropy: str = option("all", "entropy H: of all tokens, or of the k likeliest as released", choices=("all", "top"))

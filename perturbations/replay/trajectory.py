@@ -250,7 +250,7 @@ class ReplayRecord:
 
 
 @dataclass(frozen=True)
-class UnperturbedAnswer:
+class UnperturbedResponse:
     """A short response without a perturbation."""
 
     tokens: np.ndarray  # prompt and response, (T,) int32
@@ -283,7 +283,7 @@ class FinishedTrajectory:
     dropped: int = 0
     prompted: int = 0
     cached: int = 0
-    unperturbed: UnperturbedAnswer | None = None
+    unperturbed: UnperturbedResponse | None = None
     experts: np.ndarray | None = None
 
     @property
@@ -355,7 +355,7 @@ class FinishedTrajectory:
         if packing.UNPERTURBED in parts:
             response = reader(packing.UNPERTURBED)
             token_count = response.varint()
-            unperturbed = UnperturbedAnswer(
+            unperturbed = UnperturbedResponse(
                 tokens=np.frombuffer(response.take(4 * token_count), "<i4").astype(np.int32),
                 log_probs=response.all_floats(),
                 experts=experts(packing.UNPERTURBED_EXPERTS),

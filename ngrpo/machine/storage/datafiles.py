@@ -8,10 +8,13 @@ and the checks at a start therefore read rows here.
 import csv
 import hashlib
 import json
+import math
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from decimal import Decimal
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
@@ -20,11 +23,14 @@ from typing import TYPE_CHECKING, Any, TextIO
 from perturbations.errors import UsageError, nearest
 
 if TYPE_CHECKING:
+    from pyarrow import RecordBatch
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 Row = dict[str, Any]
 Series = dict[str, dict[int, float]]
 ENDINGS = (".jsonl", ".json", ".csv", ".parquet")
+_FLOAT_DIGITS = 17  # with which every float can be written
+_LONGEST_CELL = 2**31 - 1  # of a CSV file, in characters
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # as JSON escapes one
 
 
@@ -73,7 +79,7 @@ def read_rows(flag: str, source: str, limit: int | None = None) -> list[Row]:
         raise UsageError(f"{flag} {source}: ends in {path.suffix!r}; files of {', '.join(ENDINGS)} can be read.")
     try:
         rows = list(islice(_rows(path), limit))
-    except (OSError, ValueError, csv.Error) as error:
+    except (OSError, ValueError) as error:
         raise UsageError(f"{flag} {source} cannot be read as {path.suffix[1:]}: {error}") from None
     if not rows:
         raise UsageError(f"{flag} {source} is empty. Give a file with at least one row.")
@@ -88,14 +94,21 @@ def is_nothing(value: object) -> bool:
 def label_of(value: object) -> Any:
     """A label as a reward function gets it, in training and in evaluation: a text; a list or an object as it is.
 
-    A number is its text, since a CSV file has texts alone and most rewards compare texts; 7.0 is ``7``.
+    A number is its text, since a CSV file has texts alone and most rewards compare texts: 7.0 is ``7``, and 1e-7 is
+    ``0.0000001``. Some programs write texts into parquet as bytes; ``UsageError`` for bytes that are not UTF-8.
     """
     if is_nothing(value):
         return ""
     if isinstance(value, (str, list, tuple, dict)):
         return value
-    if isinstance(value, float) and value.is_integer():
-        return str(int(value))
+    if isinstance(value, bytes):
+        try:
+            return value.decode()
+        except UnicodeDecodeError:
+            raise UsageError(f"the label {value[:40]!r} is bytes and no text. Store it as a text.") from None
+    if isinstance(value, float) and math.isfinite(value):
+        digits = Decimal(repr(float(value)))  # of the shortest number that is this float
+        return format(digits.to_integral_value() + 0 if value.is_integer() else digits, "f")  # + 0: there is no -0
     return str(value)
 
 
@@ -115,16 +128,22 @@ def _rows(path: Path) -> Iterator[Row]:
 
 
 def _csv_rows(file: TextIO) -> Iterator[Row]:
-    reader = csv.DictReader(file)
-    for row in reader:
-        if None in row:
-            raise ValueError(f"line {reader.line_num} has more values than the first line. Quote its commas.")
-        yield row
+    csv.field_size_limit(_LONGEST_CELL)
+    reader = csv.DictReader(file, strict=True)  # strict: a quote that is never closed is an error
+    try:
+        _check_columns(reader.fieldnames or [])
+        for row in reader:
+            if None in row:
+                raise ValueError(f"line {reader.line_num} has more values than the first line. Quote its commas.")
+            yield row
+    except csv.Error as error:
+        fix = "Close every quote, and double those inside a quoted value."
+        raise ValueError(f"line {reader.line_num}: {error}. {fix}") from None
 
 
 def _json_rows(text: str) -> list[Row]:
     """The rows of a JSON array."""
-    rows = json.loads(text, object_pairs_hook=_without_repeats)
+    rows = _parsed(text)
     if not all(isinstance(row, dict) for row in rows):
         raise ValueError("it must be an array of JSON objects.")
     if _SURROGATE.search(text):
@@ -139,7 +158,7 @@ def _json_line_rows(file: TextIO) -> Iterator[Row]:
         if not line.strip():
             continue
         try:
-            row = json.loads(line, object_pairs_hook=_without_repeats)
+            row = _parsed(line)
         except ValueError as error:
             raise ValueError(f"line {number} is not JSON ({error}). Write one JSON object per line.") from None
         if not isinstance(row, dict):
@@ -153,14 +172,35 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
     from pyarrow import parquet
 
     file = parquet.ParquetFile(path)
+    _check_columns(file.schema_arrow.names)
     decoded = None
     if b"huggingface" in (file.schema_arrow.metadata or {}):  # `datasets` wrote there which columns are pictures
         from datasets import Features
 
         decoded = Features.from_arrow_schema(file.schema_arrow).decode_example
     for batch in file.iter_batches(1024):
-        for row in batch.to_pylist():
+        for row in _with_shortest_floats(batch).to_pylist():
             yield row if decoded is None else decoded(row)
+
+
+def _with_shortest_floats(batch: "RecordBatch") -> "RecordBatch":
+    """The rows with the shortest numbers for their columns of float16 and float32: 0.1, and not 0.10000000149."""
+    import pyarrow
+
+    for index, column in enumerate(batch.schema):
+        if column.type in (pyarrow.float16(), pyarrow.float32()):
+            width = column.type.to_pandas_dtype()
+            values = batch.column(index).to_pylist()
+            shortest = [None if value is None else float(str(width(value))) for value in values]
+            batch = batch.set_column(index, column.name, pyarrow.array(shortest, pyarrow.float64()))
+    return batch
+
+
+def _check_columns(names: Sequence[str]) -> None:
+    """Raises ``ValueError`` for a column that is there twice, of which a row would keep the last one silently."""
+    repeated = [name for name, count in Counter(names).items() if name and count > 1]
+    if repeated:
+        raise ValueError(f"the column {repeated[0]!r} is there twice. Rename one of them, or leave it out.")
 
 
 def _check_characters(where: str, row: Row) -> None:
@@ -173,6 +213,22 @@ def _check_characters(where: str, row: Row) -> None:
             f"{where} has {character}, half of a surrogate pair, which is no character. Write both halves, or leave it"
             " out."
         ) from None
+
+
+def _parsed(text: str) -> Any:
+    """What a JSON text holds; ``ValueError`` for other texts."""
+    try:
+        return json.loads(text, object_pairs_hook=_without_repeats, parse_float=_unchanged)
+    except RecursionError:
+        raise ValueError("its lists or objects are nested too deeply") from None
+
+
+def _unchanged(number: str) -> float | str:
+    """A decimal of a JSON text as a float; as its text where a float would be another number, as of 1e400."""
+    value = float(number)
+    exact = Decimal(number)
+    is_in_range = math.isfinite(value) and (value != 0.0 or exact == 0)
+    return value if is_in_range and len(exact.as_tuple().digits) <= _FLOAT_DIGITS else number
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -49,12 +49,15 @@ def visible(text: str) -> str:
 def last_boxes(text: str) -> list[str]:
     """The contents of the last ``\\boxed{...}`` and of boxes joined to it by a comma, "and" or "or".
 
-    Braces are balanced; ``\\boxed 3`` gives ``3``. A last box that was cut off gives an empty content.
+    Braces are balanced; ``\\boxed 3`` gives ``3``. A last box that was cut off gives an empty content. A box around
+    other boxes counts as these.
     """
     contents: list[str] = []
     begin = len(text)
     for box in reversed(list(_BOX.finditer(text))):
         content, end = _content(text, box.end())
+        if end > begin:  # it is around the boxes after it
+            continue
         if contents and not _BETWEEN_BOXES.fullmatch(text[end:begin]):
             break
         contents.insert(0, content)

@@ -54,7 +54,7 @@ def same(gold: Answer, answer: Answer) -> bool:
     gold = _as_ratio(gold)
     answer = _as_ratio(answer)
     if gold.words or answer.words:
-        return gold.words == (answer.words or (letters("".join(answer.items)),))
+        return _as_words(gold) == _as_words(answer)
     for point, assignments in ((gold, answer), (answer, gold)):
         if len(point.items) == 1 and _are_assignments(assignments):
             return _same_point(point, assignments)
@@ -89,6 +89,11 @@ def _same_point(point: Answer, assignments: Answer) -> bool:
     right_sides = ",".join(item.rpartition("=")[2] for item in assignments.items)
     as_point = read(f"({right_sides})")
     return all(map(is_assignment_relation, assignments.values)) and as_point is not None and same(point, as_point)
+
+
+def _as_words(answer: Answer) -> tuple[str, ...]:
+    """The words of an answer; a short word that was read as a product of letters, as in ``red``, is one too."""
+    return answer.words or tuple(sorted(map(letters, answer.items)))
 
 
 def _as_ratio(answer: Answer) -> Answer:

@@ -27,6 +27,7 @@ Value = Any
 _NORMALIZED = NormalizationConfig(units=False, basic_latex=True, malformed_operators=True, nits=True, boxed="all")
 _EXPRESSIONS = (LatexExtractionConfig(normalization_config=_NORMALIZED), ExprExtractionConfig())
 _CLOCK = re.compile(r"(\d{1,2}):(\d\d)\s*(?:([ap])\.?\s*m\.?)?", re.I)
+_DATE = re.compile(r"\d{4}-\d\d-\d\d")
 _LABEL = re.compile(rf"(?:{TEXT}\{{\s*\(([A-Z])\)\s*\.?\s*\}}|\(([A-Z])\)(?={SPACE}|$))(?:{SPACE})*")
 _CURRENCY = re.compile(r"(-?)\s*(\\?\$|€|£|¥|\\pounds|\\euro)(?:\{\})?\s*")
 _UNIT = re.compile(
@@ -128,12 +129,14 @@ def _words(plain: str) -> tuple[str, ...]:
 
 
 def _is_words(text: str, plain: str) -> bool:
-    """Whether an answer is a name, a word or labels such as ABC, which are no products of letters."""
+    """Whether an answer is a date, a name, a word or labels such as ABC, which are no products of letters."""
+    if _DATE.fullmatch(plain):
+        return True
     if re.search(r"\\(?![{}])|[=<>+*^_|/]", plain) or not re.match(r"\W*[A-Za-z]", plain):
         return False
     if re.match(rf"\W*{TEXT}\{{", text):
         return True
-    begins_with_word = bool(re.match(r"\W*(?:[A-Z]+\b|[A-Za-z]{4,})", plain))
+    begins_with_word = bool(re.match(r"\W*(?:[A-Z]+\b|[A-Za-z]{4,}|(?:[Yy]es|[Nn]o)\b)", plain))
     return begins_with_word and not re.search(r"\d[A-Za-z]", plain)
 
 

@@ -55,7 +55,7 @@ _WORD_BEFORE_NUMBER = re.compile(
 TEXT = r"\\(?:text(?:bf|it|rm|sf|tt)?|math(?:rm|bf|sf|it|tt)|bf|rm|operatorname)\s*"
 SPACE = r"(?:\\[ ,;:!]|\\q?quad|[~\s])"
 _FRACTIONS = {"½": "12", "⅓": "13", "⅔": "23", "¼": "14", "¾": "34", "⅕": "15", "⅛": "18"}
-_SIGNS = "times div cdot cdot pi infty le ge ne cup in pm"
+_SIGNS = "times div cdot cdot pi infty le ge ne cup in pm approx"
 _SCALES = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 # 7 million, $7$ million, 7\text{ million} and 7\text{ million dollars}, whose text continues.
 _SCALE = re.compile(
@@ -84,6 +84,7 @@ _REWRITTEN = [
     (re.compile(pattern), text)
     for pattern, text in (
         (r"\\mbox\b", r"\\text"),
+        (rf"(?<=\d)\^?\{{?(?:{TEXT}\{{)?(?:st|nd|rd|th)\}}*$", ""),
         (r"\\(?:displaystyle|textstyle|left|right|[Bb]igg?[lr]?|color\{\w+\})(?![A-Za-z])", ""),
         (r"\\(?:bm|boldsymbol|underline|mathbf|textcolor\{\w+\})\s*\{([^{}]*)\}", r"{\1}"),
         (rf"{TEXT}\{{\s*(-?[\d.,/]+)\s*\}}", r"\1"),
@@ -96,14 +97,18 @@ _REWRITTEN = [
         (r"(?<=\d)\{([A-Za-z]{2,})\}", r"\\text{\1}"),
         (_SCALE, _scaled),
         (r"(\.\d*?)(\d)\2\2+(?:\.\.+|…|\\[lcd]?dots)", r"\1\\overline{\2}"),
+        (r"\\dot\s*\{?(\d)\}?(\d*)\\dot\s*\{?(\d)\}?", r"\\overline{\1\2\3}"),
+        (r"\\dot\s*\{?(\d)\}?", r"\\overline{\1}"),
         (r"(\d*)\.(\d*)\\(?:overline|bar)\s*\{?(\d+)\}?", _repeating),
         (r"^\{([A-Za-z(][A-Za-z0-9 ().,]*)\}$", r"\\text{\1}"),
         (rf"^({TEXT}\{{)\s*\(?([A-Z])\)\s+(?=\w)", r"\\text{(\2)}\1"),
-        (r"\\varnothing", r"\\emptyset"),
+        (r"\\varnothing|∅|^\\\{\s*\\\}$", r"\\emptyset"),
+        (r"\\mathbb\s*([A-Z])(?![A-Za-z])", r"\\mathbb{\1}"),
+        (r"\\R(?![A-Za-z])", r"\\mathbb{R}"),
         (r"\\(?:triangle|angle)\s*(?=[A-Z])", ""),
         (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
         (r"\\frac\s*(\\(?:pi|alpha|beta|theta))(?![A-Za-z])", r"\\frac{\1}"),
-        *((sign, rf"\\{name} ") for sign, name in zip("×÷·⋅π∞≤≥≠∪∈±", _SIGNS.split())),
+        *((sign, rf"\\{name} ") for sign, name in zip("×÷·⋅π∞≤≥≠∪∈±≈", _SIGNS.split())),
         ("[−–]", "-"),
         ("²", "^2"),
         ("³", "^3"),

@@ -15,7 +15,7 @@ from typing import Any
 from ngrpo.machine.console import Report
 from ngrpo.machine.models import conversation
 from ngrpo.machine.models.packaged import HUB_SECONDS
-from ngrpo.machine.storage.datafiles import ENDINGS, Row, label_of, read_rows
+from ngrpo.machine.storage.datafiles import ENDINGS, Row, is_nothing, label_of, read_rows
 from ngrpo.methods.scoring import Problem
 from ngrpo.methods.scoring.answers import last_boxed
 from ngrpo.methods.scoring.reward_alarms import alarm_notes
@@ -237,7 +237,9 @@ def _verl(row: Row) -> Problem:
     truth = _mapping(row["reward_model"]).get("ground_truth")
     if isinstance(truth, dict):
         # Some sets lost a target while their solution still has it in its box.
-        truth = truth.get("target") or last_boxed(str(truth.get("solution") or ""))
+        target = truth.get("target")
+        has_target = not is_nothing(target) and target != ""
+        truth = target if has_target else last_boxed(str(truth.get("solution") or ""))
     meta = {key: row[key] for key in ("data_source", "level", "type") if isinstance(row.get(key), str)}
     return replace(_guessed(_messages(row["prompt"]), reference(truth)), meta=meta)
 
@@ -294,7 +296,7 @@ def _question(row: Row) -> Problem:
 def _guessed(messages: Messages, answer: str) -> Problem:
     """Scored by ``choice`` where the answer is a letter and the question lists options A and B, else by ``math``."""
     lists_options = {"A", "B"} <= set(_LISTED.findall(messages[-1]["content"]))
-    is_letter = re.fullmatch(r"\(?[A-J]\)?", answer) is not None
+    is_letter = re.fullmatch(r"\(?[A-Ja-j]\)?", answer) is not None
     return Problem(id="", messages=messages, answer=answer, scorer="choice" if lists_options and is_letter else "math")
 
 

@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from perturbations.errors import UsageError, require
 SECONDS = "NGRPO_REWARD_SECONDS"
 _DEFAULT_SECONDS = 600.0
 _SHOWN = 200
+_OF_OPENRLHF = ("reward", "score", "response_clip_ratio")
+"""The metrics of a response that OpenRLHF's `samples_generator` has before it adds ``extra_logs``."""
 
 
 class RewardFault(Exception):
@@ -56,10 +59,11 @@ def call(reward_func: Callable[..., Any], query: str, prompt: str, label: object
         RewardFault: if the function raises, takes longer, or returns anything else than a finite number.
     """
     returned: list[Any] = []
+    own_label = deepcopy(label)  # all responses of a group have the same one, which the function might change
 
     def run() -> None:
         try:
-            returned.append(reward_func([query], [prompt], [label]))
+            returned.append(reward_func([query], [prompt], [own_label]))
         except BaseException as error:
             returned.append(error)
 
@@ -77,17 +81,31 @@ def call(reward_func: Callable[..., Any], query: str, prompt: str, label: object
 
 
 def with_floats(result: object) -> dict[str, Any]:
-    """A reward function's result, or a server's answer, for one response: ``rewards`` and ``scores`` become floats.
+    """A reward function's result, or a server's answer, for one response.
+
+    ``rewards``, ``scores`` and the values of ``extra_logs`` become floats.
 
     Raises:
         ValueError: for anything else than one finite number; the message says what there is.
     """
     if not isinstance(result, Mapping) or "rewards" not in result:
         raise ValueError(f"{short(str(result))} where a dictionary with 'rewards' is needed")
-    floats = {"rewards": one_number("rewards", result["rewards"])}
+    checked: dict[str, Any] = {"rewards": one_number("rewards", result["rewards"])}
     if result.get("scores") is not None:
-        floats["scores"] = one_number("scores", result["scores"])
-    return {**result, **floats}
+        checked["scores"] = one_number("scores", result["scores"])
+    if "extra_logs" in result:
+        checked["extra_logs"] = _checked_logs(result["extra_logs"] or {})
+    return {**result, **checked}
+
+
+def _checked_logs(logs: object) -> dict[str, float]:
+    """The further metrics of one response, by name; ValueError unless they are numbers with names of their own."""
+    if not isinstance(logs, Mapping):
+        raise ValueError(f"{short(str(logs))} as 'extra_logs' where a dictionary of numbers is needed")
+    taken = [name for name in _OF_OPENRLHF if name in logs]
+    if taken:
+        raise ValueError(f"'extra_logs' with {taken[0]!r}, which is OpenRLHF's own metric: give it another name")
+    return {name: one_number(f"extra_logs[{name!r}]", value) for name, value in logs.items()}
 
 
 def one_number(name: str, value: object) -> float:

@@ -198,7 +198,7 @@ def score(problem: Problem, text: str, *, prompt: str | None = None, end: str = 
         return Verdict.of(is_right, task.final_answer(response), reward)
     try:
         reward_func = reward_calls.load(problem.scorer)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise UsageError(f"scorer {problem.scorer}: {type(error).__name__}: {error}. Correct the file.") from error
     try:
         raw_label = problem.meta.get("raw_label", label)  # as training gives it

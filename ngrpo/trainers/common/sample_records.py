@@ -15,7 +15,7 @@ from ngrpo.rollout.requests import external_id
 from perturbations import seeds
 from perturbations.errors import require
 from perturbations.replay import ReplayRecord, packing
-from perturbations.replay.trajectory import FinishedTrajectory, UnperturbedAnswer
+from perturbations.replay.trajectory import FinishedTrajectory, UnperturbedResponse
 
 _Entry = TypeVar("_Entry")
 
@@ -125,7 +125,7 @@ class Conversation:
         self.trajectory: FinishedTrajectory | None = None
         self.repeats = 0
         self._redrawn = redrawn
-        self._control: UnperturbedAnswer | None = None
+        self._control: UnperturbedResponse | None = None
         self._tokens = np.zeros(0, dtype=np.int64)
         self._requests: Counter[bytes] = Counter()
 
@@ -135,8 +135,8 @@ class Conversation:
         self.needs_control = False
         return claimed
 
-    def add_control(self, control: UnperturbedAnswer | None) -> None:
-        """Adds the unperturbed response, which leaves with the trajectory; None if there is none."""
+    def add_control(self, control: UnperturbedResponse) -> None:
+        """Adds the unperturbed response, which leaves with the trajectory."""
         self._control = control
 
     def go_on(self, tokens: Sequence[int]) -> None:

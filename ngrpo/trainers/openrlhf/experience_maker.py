@@ -25,7 +25,7 @@ from ngrpo.trainers.openrlhf import (
 from ngrpo.trainers.openrlhf.experiences import masked
 from ngrpo.trainers.openrlhf.kept_groups import KeptGroups, keep
 from perturbations.errors import require
-from perturbations.replay.trajectory import FinishedTrajectory, UnperturbedAnswer
+from perturbations.replay.trajectory import FinishedTrajectory, UnperturbedResponse
 
 
 def experience_maker(plain: type) -> type:
@@ -221,7 +221,7 @@ def control_gap(maker: Any, trajectories: Sequence[FinishedTrajectory | None]) -
     """Mean |log π_trainer − log π_rollout| of the tokens of the step's unperturbed responses; None without a token."""
     import ray
 
-    controls: list[UnperturbedAnswer] = []
+    controls: list[UnperturbedResponse] = []
     for trajectory in trajectories:
         if trajectory is not None and trajectory.unperturbed is not None and len(trajectory.unperturbed.log_probs):
             controls.append(trajectory.unperturbed)

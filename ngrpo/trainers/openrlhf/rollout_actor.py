@@ -19,14 +19,14 @@ from ngrpo.trainers.common import sample_records, weights_file
 from ngrpo.trainers.openrlhf import fresh_rollouts, pictures, rewards, second_round
 from perturbations import registry, seeds
 from perturbations.errors import require
-from perturbations.replay.trajectory import FinishedTrajectory, UnperturbedAnswer
+from perturbations.replay.trajectory import FinishedTrajectory, UnperturbedResponse
 
 CONTROLS = 4
 """Unperturbed responses, the controls, that each engine generates in a round, and that the trainer's forward takes."""
 _CONTROL_TOKENS = 16
 """The length of a control."""
 _LONGEST_CONTROL_PROMPT = 512
-"""Longer prompts have no control: the trainer's forward has logits for the whole vocabulary at each token."""
+"""A control has the beginning of a longer prompt: the trainer's forward has logits for the vocabulary at each token."""
 _FILTERS = ("temperature", "top_p", "top_k", "min_p")
 _SHOWN = 200
 """Characters of a prompt in a message."""
@@ -190,7 +190,7 @@ class RecordingExecutor:
     def __init__(self, executor: rewards.CheckedExecutor, name: str | None = None) -> None:
         self._executor = executor
         self._name = name or type(executor).__name__  # for messages
-        self._numbers = seeds.AnswerNumbers()
+        self._numbers = seeds.ResponseNumbers()
         self._controls = ControlQuota()
 
     async def execute(self, **kwargs: Any) -> dict[str, Any]:
@@ -235,11 +235,12 @@ class RecordingExecutor:
         number = self._numbers.next(key, round_number)
         if "answers" in arguments:
             # A prompt that is in the batch twice has twice as many responses: two groups.
-            arguments["answer"] = number % seeds.MOST_ANSWERS % arguments["answers"]
+            arguments["answer"] = number % seeds.MOST_RESPONSES % arguments["answers"]
 
         is_perturbed = run.perturbation is not None and run.perturbation.active
         is_replayed = (is_perturbed or run.replay_routing) and arguments.get("enabled", True)
-        # Round 0 is an evaluation before the first round of training, and a draft's record may not reach the trainer.
+        # Round 0 is an evaluation before the first round of training; a later evaluation finds its round's controls
+        # taken. A draft's record may not reach the trainer.
         is_trained = is_replayed and round_number >= 1 and not second_round.drafting.get()
         self._controls.enter(round_number)
         conversation = sample_records.Conversation(
@@ -333,14 +334,12 @@ async def generate(
 
 async def unperturbed_response(
     actor: Any, prompt: list[int], sampling_params: SamplingParams, seed: int
-) -> UnperturbedAnswer | None:
-    """A control: a short unperturbed response to a prompt as all rollouts have.
+) -> UnperturbedResponse:
+    """A control: a short unperturbed response to a prompt as all rollouts have, or to the beginning of a long one.
 
-    None for a prompt too long to be worth its forward. The response is drawn without the rollout's filters and
-    penalties, so that log π is the model's over all tokens.
+    The response is drawn without the rollout's filters and penalties, so that log π is the model's over all tokens.
     """
-    if len(prompt) > _LONGEST_CONTROL_PROMPT:
-        return None
+    prompt = prompt[:_LONGEST_CONTROL_PROMPT]
     params = deepcopy(sampling_params)
     params.max_tokens = min(params.max_tokens or _CONTROL_TOKENS, _CONTROL_TOKENS)
     params.top_p = 1.0
@@ -357,7 +356,7 @@ async def unperturbed_response(
     output, parts = await _response(actor, {"prompt_token_ids": prompt}, params)
     tokens = list(output.outputs[0].token_ids)
     trajectory = records.cut_to_response(FinishedTrajectory.unpack(parts), len(tokens))
-    return UnperturbedAnswer(
+    return UnperturbedResponse(
         tokens=np.array([*prompt, *tokens], dtype=np.int32),
         log_probs=trajectory.log_probs,
         experts=trajectory.experts,

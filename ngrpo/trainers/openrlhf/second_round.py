@@ -118,9 +118,9 @@ def _random_of_round(call: _Call, method: SecondRound) -> Random:
     A reproducible run numbers its rounds, resumed or not; without numbers each time differs from the last.
     """
     call.actor.second_rounds_asked[call.prompt] += 1
-    times_here = f"{call.actor.second_rounds_asked[call.prompt]} here"
-    time = request_arguments(call.sampling_params).get("round", times_here)
-    return Random(f"{method.seed} {time} {call.prompt}")
+    count_of_engine = f"{call.actor.second_rounds_asked[call.prompt]} here"
+    round_or_count = request_arguments(call.sampling_params).get("round", count_of_engine)
+    return Random(f"{method.seed} {round_or_count} {call.prompt}")
 
 
 async def _refine(

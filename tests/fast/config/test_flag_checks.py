@@ -12,7 +12,7 @@ from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.trainers.openrlhf.samples_generator import samples_generator
 from ngrpo.trainers.openrlhf.trainer import trainer
 from perturbations.errors import UsageError
-from perturbations.seeds import AnswerNumbers
+from perturbations.seeds import ResponseNumbers
 from tests.support.run import run_with
 
 
@@ -63,8 +63,8 @@ def test_evaluation_is_plain_unless_asked(spec: dict, perturbed: bool, monkeypat
 
 
 def test_answers_are_numbered_by_round_and_not_by_the_life_of_the_process() -> None:
-    uninterrupted = AnswerNumbers()
-    resumed = AnswerNumbers()
+    uninterrupted = ResponseNumbers()
+    resumed = ResponseNumbers()
     asked = [(prompt, number) for number in (1, 2, 3) for prompt in ("a", "b", "a", "a")]
     numbers = [uninterrupted.next(*request) for request in asked]
     assert [number & 0xFFFFF for number in numbers] == [0, 0, 1, 2] * 3

@@ -11,7 +11,8 @@ import pytest
 
 from ngrpo import cli
 from ngrpo.commands import train
-from ngrpo.config import parse
+from ngrpo.config import parse, run_notes
+from ngrpo.config.complete_run import CompleteRun
 from ngrpo.config.kinds import FLAGS, KINDS
 from ngrpo.config.run import FILE, RunConfig, Sampling, current_run
 from ngrpo.machine.upstream import versions
@@ -98,6 +99,26 @@ def test_every_attribute_of_a_run_is_one_of_its_file() -> None:
             continue
         value = changed.get(setting.name, {bool: True}.get(type(setting.default), 3))
         assert replace(RunConfig(), **{setting.name: value}).flags() != RunConfig().flags(), setting.name
+
+
+def test_a_perturbation_at_rate_0_is_none() -> None:
+    """It would be taken for a run that measures the mismatch of unperturbed rollouts."""
+    run = parse.run_config(["--perturbation", "neighbor", "--perturbation.rate", "0"])
+    assert run.notes == ("--perturbation neighbor with rate 0 is as --perturbation none: nothing is recorded.",)
+    assert run.perturbation is None
+    assert parse.run_config(["--perturbation", "none"]).notes == ()
+
+
+@pytest.mark.parametrize("settings", ["--perturbation.strict", "--perturbation.gap_limit 3"])
+@pytest.mark.parametrize(
+    ("recorded", "has_note"),
+    [("--perturbation none", True), ("--perturbation neighbor", False), ("--replay.routing", False)],
+)
+def test_a_limit_of_a_mismatch_that_is_not_measured_is_noted(settings: str, recorded: str, has_note: bool) -> None:
+    run = parse.run_config(f"{recorded} {settings}".split())
+    notes = [*run_notes.gap_notes(CompleteRun(run=run, flags=Flags(())))]
+    assert len(notes) == has_note
+    assert all("no mismatch is measured" in note for note in notes)
 
 
 @pytest.fixture

@@ -4,7 +4,10 @@
 import math
 from pathlib import Path
 
+import numpy as np
+import pyarrow
 import pytest
+from pyarrow import parquet
 
 from ngrpo.machine.storage.datafiles import is_nothing, label_of, read_rows
 from perturbations.errors import UsageError
@@ -17,6 +20,10 @@ from perturbations.errors import UsageError
         (math.nan, ""),  # what a table of pandas has in an empty place
         (7.0, "7"),
         (7.5, "7.5"),
+        (-0.0, "0"),
+        (6.02e23, "602000000000000000000000"),  # and not the 601999999999999995805696 of the float
+        (1e-7, "0.0000001"),
+        (b"7", "7"),
         (12345678901234567890, "12345678901234567890"),
         (True, "True"),
         ("007", "007"),
@@ -26,6 +33,69 @@ from perturbations.errors import UsageError
 def test_labels(value: object, label: object) -> None:
     assert label_of(value) == label
     assert is_nothing(value) is (label == "")
+
+
+def test_bytes_that_are_no_text_are_no_label() -> None:
+    with pytest.raises(UsageError, match=r"the label b'\\xff' is bytes and no text"):
+        label_of(b"\xff")
+
+
+@pytest.mark.parametrize(
+    ("number", "label"),
+    [
+        ("0.1", "0.1"),
+        ("0.10000000000000001", "0.1"),  # a float of 17 digits, as C prints it
+        ("3.14159265358979323846", "3.14159265358979323846"),
+        ("1e400", "1e400"),
+        ("1e-400", "1e-400"),
+    ],
+)
+def test_a_decimal_that_no_float_holds_stays_as_it_is_written(tmp_path: Path, number: str, label: str) -> None:
+    (tmp_path / "rows.jsonl").write_text(f'{{"label": {number}}}\n')
+    (row,) = read_rows("--data", str(tmp_path / "rows.jsonl"))
+    assert label_of(row["label"]) == label
+
+
+@pytest.mark.parametrize("width", [np.float16, np.float32])
+def test_floats_of_a_parquet_file_have_their_shortest_digits(tmp_path: Path, width: type) -> None:
+    labels = pyarrow.array([width(0.1), width(3.25), None], pyarrow.from_numpy_dtype(width))
+    table = pyarrow.table({"input": ["Q", "Q", "Q"], "label": labels})
+    parquet.write_table(table, tmp_path / "rows.parquet")
+    rows = read_rows("--data", str(tmp_path / "rows.parquet"))
+    assert [label_of(row["label"]) for row in rows] == ["0.1", "3.25", ""]
+
+
+def test_a_column_that_is_there_twice_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text("input,label,label\nQ,1,2\n")
+    table = pyarrow.Table.from_arrays([["Q"], ["1"], ["2"]], ["input", "label", "label"])
+    parquet.write_table(table, tmp_path / "rows.parquet")
+    for name in ("rows.csv", "rows.parquet"):
+        with pytest.raises(UsageError, match="the column 'label' is there twice"):
+            read_rows("--data", str(tmp_path / name))
+
+
+def test_columns_without_a_name_may_be_several(tmp_path: Path) -> None:
+    """A spreadsheet with empty columns."""
+    (tmp_path / "rows.csv").write_text("input,label,,\nQ,7,,\n")
+    assert read_rows("--data", str(tmp_path / "rows.csv"))[0]["label"] == "7"
+
+
+def test_a_quote_that_is_never_closed_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text('input,label\n"Q,1\nR,2\n')
+    with pytest.raises(UsageError, match=r"line 3: unexpected end of data\. Close every quote"):
+        read_rows("--data", str(tmp_path / "rows.csv"))
+
+
+def test_a_long_cell_of_a_csv_file_is_read(tmp_path: Path) -> None:
+    """Python's own limit is 131,072 characters."""
+    (tmp_path / "rows.csv").write_text(f"input,label\n{'x' * 200_000},7\n")
+    assert len(read_rows("--data", str(tmp_path / "rows.csv"))[0]["input"]) == 200_000
+
+
+def test_deep_nesting_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text("[" * 100_000 + "\n")
+    with pytest.raises(UsageError, match=r"line 1 is not JSON \(its lists or objects are nested too deeply\)"):
+        read_rows("--data", str(tmp_path / "rows.jsonl"))
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.json"])

@@ -50,6 +50,8 @@ def test_last_boxed() -> None:
     assert (last_boxed(r"\boxed 3$"), last_boxed(r"\boxed {4}")) == ("3", "4")
     assert last_boxed(r"\boxed{1}, or rather \boxed{\frac{1}{") == ""
     assert last_boxed("none") is None
+    assert last_boxed(r"\boxed{x = \boxed{5}}") == "5"
+    assert last_boxes(r"\boxed{\boxed{5}, \fbox{6}}") == ["5", "6"]
 
 
 def test_statements() -> None:

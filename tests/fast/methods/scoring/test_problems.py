@@ -105,9 +105,17 @@ def test_gpqa_is_shuffled_alike_in_every_run(tmp_path: Path) -> None:
 
 def test_letters_listed_in_the_question(tmp_path: Path) -> None:
     listed = {"input": "Which?\n(A) one\n(B) two", "label": "B"}
+    small = {**listed, "label": "b"}
     plain = {"input": "Which point is it?", "label": "B"}
-    first, second = load_problems(jsonl(tmp_path / "a.jsonl", listed, plain))
-    assert (first.scorer, second.scorer) == ("choice", "math")
+    problems = load_problems(jsonl(tmp_path / "a.jsonl", listed, small, plain))
+    assert [problem.scorer for problem in problems] == ["choice", "choice", "math"]
+    assert [problem.answer for problem in problems] == ["B", "B", "B"]
+
+
+def test_an_answer_of_0_is_an_answer(tmp_path: Path) -> None:
+    row = {"prompt": "1 - 1?", "reward_model": {"ground_truth": {"target": 0}}}
+    (problem,) = load_problems(jsonl(tmp_path / "a.jsonl", row))
+    assert problem.answer == "0"
 
 
 @pytest.mark.parametrize("ending", ["csv", "json"])  # parquet and JSONL above

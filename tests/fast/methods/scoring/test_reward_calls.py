@@ -5,10 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from ngrpo.methods.scoring.problems import load_problems
 from ngrpo.methods.scoring.reward_alarms import alarm_notes
-from ngrpo.methods.scoring.reward_calls import SECONDS, load
+from ngrpo.methods.scoring.reward_calls import SECONDS, call, load, with_floats
 from ngrpo.methods.tasks import score
 from ngrpo.trainers.openrlhf.rewards import CheckedReward, RewardFailed
 from ngrpo.workbench.evaluate import Problem
@@ -93,6 +94,9 @@ def test_they_agree_on_math_verify(tmp_path: Path) -> None:
         ("{'rewards': 1.0, 'scores': [1.0, 0.0]}", r"returned '\[1.0, 0.0\]' as 'scores' of one response"),
         ("{'rewards': 'yes'}", "returned 'yes' as 'rewards' of one response"),
         ("labels['gold']", "raised TypeError: list indices"),
+        ("{'rewards': 1.0, 'extra_logs': [1.0]}", r"returned '\[1.0\]' as 'extra_logs' where a dictionary"),
+        ("{'rewards': 1.0, 'extra_logs': {'why': 'no box'}}", r"""returned 'no box' as "extra_logs\['why'\]" of one"""),
+        ("{'rewards': 1.0, 'extra_logs': {'reward': 9}}", "returned 'extra_logs' with 'reward', .*: give it another"),
     ],
 )
 def test_what_training_refuses_evaluation_refuses(of: str, fault: str, tmp_path: Path) -> None:
@@ -102,6 +106,31 @@ def test_what_training_refuses_evaluation_refuses(of: str, fault: str, tmp_path:
     with pytest.raises(RewardFailed, match=f"the reward function {fault}"):
         CheckedReward(load(str(file)))([PROMPT + RESPONSE], [PROMPT], ["7"])
     with pytest.raises(UsageError, match=rf"scorer .*reward\.py: reward_func {fault}.*, for problem 'p'\."):
+        score(problem(file), RESPONSE)
+
+
+def test_a_label_stays_as_it_is_for_the_next_response() -> None:
+    """All responses of a group have the same label."""
+
+    def reward_func(queries: list[str], prompts: list[str], labels: list[list[str]]) -> dict[str, float]:
+        labels[0].append("seen")
+        return {"rewards": len(labels[0])}
+
+    label = ["7"]
+    assert [call(reward_func, "q", "p", label, 10.0)["rewards"] for _ in range(2)] == [2.0, 2.0]
+    assert label == ["7"]
+
+
+def test_further_metrics_become_floats() -> None:
+    result = with_floats({"rewards": 1, "extra_logs": {"has_form": torch.tensor([True]), "length": [7]}})
+    assert result["extra_logs"] == {"has_form": 1.0, "length": 7.0}
+    assert with_floats({"rewards": 1, "extra_logs": None})["extra_logs"] == {}
+
+
+def test_a_scorer_that_exits_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "reward.py"
+    file.write_text("import sys\nsys.exit(3)\n")
+    with pytest.raises(UsageError, match=r"scorer .*reward\.py: SystemExit: 3\. Correct the file"):
         score(problem(file), RESPONSE)
 
 

@@ -16,7 +16,7 @@ from ngrpo.trainers.common.mismatch import GapScale, ReplayGap
 from ngrpo.trainers.common.sample_records import unpack
 from ngrpo.trainers.openrlhf import experience_maker, rollout_actor, second_round
 from ngrpo.trainers.openrlhf.rollout_actor import CONTROLS
-from perturbations.replay.trajectory import FinishedTrajectory, UnperturbedAnswer
+from perturbations.replay.trajectory import FinishedTrajectory, UnperturbedResponse
 from tests.support import openrlhf_doubles
 from tests.support.replay_examples import a_record
 from tests.support.run import run_with
@@ -143,13 +143,13 @@ def test_the_first_responses_of_each_round_have_a_control(monkeypatch: pytest.Mo
     assert has_control == [False, True, False]
 
 
-UNPERTURBED = UnperturbedAnswer(
+UNPERTURBED = UnperturbedResponse(
     np.array([5, 6, 300_000, 8], np.int32),
     np.array([-0.5, -1.25], np.float32),
 )
 
 
-def trajectory_with(unperturbed: UnperturbedAnswer | None) -> FinishedTrajectory:
+def trajectory_with(unperturbed: UnperturbedResponse | None) -> FinishedTrajectory:
     """A trajectory with an unperturbed response to its prompt."""
     return FinishedTrajectory(a_record(0), np.array([np.nan, -1.0], np.float32), unperturbed=unperturbed)
 
@@ -186,8 +186,8 @@ def maker(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_the_mismatch_is_over_the_tokens_of_unperturbed_responses(maker: Any) -> None:
-    shorter = UnperturbedAnswer(np.array([1, 2], np.int32), np.array([-0.3], np.float32))
-    longer = UnperturbedAnswer(np.array([7, 3, 4, 5], np.int32), np.array([-0.3, -0.4, -0.9], np.float32))
+    shorter = UnperturbedResponse(np.array([1, 2], np.int32), np.array([-0.3], np.float32))
+    longer = UnperturbedResponse(np.array([7, 3, 4, 5], np.int32), np.array([-0.3, -0.4, -0.9], np.float32))
     empty = dataclasses.replace(shorter, log_probs=shorter.log_probs[:0])
 
     trajectories = [trajectory_with(unperturbed) for unperturbed in (empty, shorter, None, longer)]

@@ -307,11 +307,11 @@ def test_a_control_is_drawn_with_the_models_probabilities() -> None:
     pytest.importorskip("vllm")
     from vllm import SamplingParams
 
-    received: list[SamplingParams] = []
+    requests: list[tuple[dict[str, Any], SamplingParams]] = []
 
     class Engine:
-        async def generate(self, request: Any, params: SamplingParams, request_id: str) -> Any:
-            received.append(params)
+        async def generate(self, request: dict[str, Any], params: SamplingParams, request_id: str) -> Any:
+            requests.append((request, params))
             raise ConnectionError
             yield
 
@@ -328,9 +328,12 @@ def test_a_control_is_drawn_with_the_models_probabilities() -> None:
         allowed_token_ids=[1, 2],
     )
     with pytest.raises(ConnectionError):
-        asyncio.run(rollout_actor.unperturbed_response(SimpleNamespace(llm=Engine()), [1, 2], of_the_response, seed=3))
+        long_prompt = list(range(600))
+        actor = SimpleNamespace(llm=Engine())
+        asyncio.run(rollout_actor.unperturbed_response(actor, long_prompt, of_the_response, seed=3))
 
-    (of_the_control,) = received
+    ((request, of_the_control),) = requests
+    assert request == {"prompt_token_ids": long_prompt[:512]}, "a long prompt has a control too"
     assert of_the_control == SamplingParams(
         temperature=0.7,
         max_tokens=16,
