@@ -138,7 +138,7 @@ def _csv_rows(file: TextIO) -> Iterator[Row]:
             yield row
     except csv.Error as error:
         fix = "Close every quote, and double those inside a quoted value."
-        raise ValueError(f"line {reader.line_num}: {error}. {fix}") from None
+        raise ValueError(f"the row after line {reader.line_num}: {error}. {fix}") from None
 
 
 def _json_rows(text: str) -> list[Row]:

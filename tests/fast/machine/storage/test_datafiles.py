@@ -82,7 +82,7 @@ def test_columns_without_a_name_may_be_several(tmp_path: Path) -> None:
 
 def test_a_quote_that_is_never_closed_is_refused(tmp_path: Path) -> None:
     (tmp_path / "rows.csv").write_text('input,label\n"Q,1\nR,2\n')
-    with pytest.raises(UsageError, match=r"line 3: unexpected end of data\. Close every quote"):
+    with pytest.raises(UsageError, match=r"the row after line 1: unexpected end of data\. Close every quote"):
         read_rows("--data", str(tmp_path / "rows.csv"))
 
 

@@ -129,7 +129,7 @@ def test_further_metrics_become_floats() -> None:
 
 def test_a_scorer_that_exits_is_named(tmp_path: Path) -> None:
     file = tmp_path / "reward.py"
-    file.write_text("import sys\nsys.exit(3)\n")
+    file.write_text(f"{CAUGHT}\nraise SystemExit(3)\n")
     with pytest.raises(UsageError, match=r"scorer .*reward\.py: SystemExit: 3\. Correct the file"):
         score(problem(file), RESPONSE)
 
