@@ -12,10 +12,12 @@ MUTATIONS = {
         ("if not math.isfinite(number):", "if False:", "rewards: NaN is a reward"),
         ('if result.get("scores") is not None:', 'if "scores" in result:', "rewards: scores of None are refused"),
         (
-            "reward_func([query], [prompt], [label])",
-            "reward_func(queries=[query], prompts=[prompt], labels=[label])",
+            "reward_func([query], [prompt], [own_label])",
+            "reward_func(queries=[query], prompts=[prompt], labels=[own_label])",
             "rewards: evaluation needs the names of the parameters",
         ),
+        ("own_label = deepcopy(label)", "own_label = label", "rewards: a function changes the next response's label"),
+        ("if name in logs]", "if False]", "rewards: extra_logs replace OpenRLHF's reward"),
     ],
     ("ngrpo/methods/scoring/reward_calls.py", _CHECKED): [
         ("while isinstance(flat, list | tuple)", "if isinstance(flat, list | tuple)", "rewards: a nested list of one"),

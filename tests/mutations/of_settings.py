@@ -125,7 +125,9 @@ MUTATIONS = {
     ],
     ("ngrpo/machine/storage/datafiles.py", "machine/storage/test_datafiles.py"): [
         ('encoding="utf-8-sig"', 'encoding="utf-8"', "rows: Excel's byte order mark"),
-        ("if isinstance(value, float) and value.is_integer():", "if False:", "labels: 7.0 is no 7"),
+        ("if value.is_integer() else digits", "if False else digits", "labels: 7.0 is no 7"),
+        ("is_in_range and len(", "len(", "rows: 1e400 is infinite"),
+        ("float(str(width(value)))", "value", "rows: 0.1 of a float32 has further digits"),
         ("    if len(row) < len(pairs):\n", "    if False:\n", "rows: a key twice"),
         ("return value is None or value != value", "return value is None", "rows: pandas' NaN is a label"),
     ],
