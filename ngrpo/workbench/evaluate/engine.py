@@ -266,7 +266,8 @@ def build(
         os.environ.setdefault(name, value)
     import vllm
 
-    _check_names(options or {})
+    if options:
+        _check_names(options)
     settings: dict[str, Any] = {
         "max_model_len": max_model_len,
         "enforce_eager": "--vllm.enforce_eager" in profile.default_flags,
