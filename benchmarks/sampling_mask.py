@@ -32,8 +32,8 @@ from benchmarks.command_line import add_model, parser_of
 from benchmarks.machine import describe
 from ngrpo.machine.models.packaged import resolve
 from ngrpo.rollout.sampling_support import SamplingMaskStore, SamplingSupport
-from perturbations import ReplayRecord
 from tests.stack.harness import Rollout, build_engine, chat_prompts, sample_with_masks, trainer_log_probs
+from tests.support.replay_examples import a_record
 
 Draw = Callable[[dict[str, Any]], tuple[list[Rollout], list[Any]]]
 TRUNCATED = {"top_p 0.95": {"top_p": 0.95}, "top_k 50": {"top_k": 50}, "min_p 0.05": {"min_p": 0.05}}
@@ -73,7 +73,7 @@ def generate_rollouts(folder: str, model: Any) -> Draw:
                 return_dict_in_generate=True,
             )
             store = _tokens_left(output.scores, len(prompt))
-            record = _record_without_edits(len(prompt))
+            record = a_record(0, 1, prompt_tokens=len(prompt), num_tokens=len(prompt) + TOKENS)
             responses = output.sequences[:, len(prompt) :].tolist()
             for row, response in enumerate(responses):
                 log_probs = []
@@ -94,19 +94,6 @@ def _tokens_left(step_scores: Any, prompt_tokens: int) -> SamplingMaskStore:
         support.ask()
         store.write(range(COPIES), [prompt_tokens + step] * COPIES, *support.read(None))
     return store
-
-
-def _record_without_edits(prompt_tokens: int) -> ReplayRecord:
-    return ReplayRecord(
-        seed=0,
-        prompt_tokens=prompt_tokens,
-        num_tokens=prompt_tokens + TOKENS,
-        positions=np.zeros(0, dtype=np.int32),
-        ids=np.zeros((0, 1), dtype=np.int32),
-        weights=np.zeros((0, 1), dtype=np.float32),
-        sigma=None,
-        agreed=np.zeros(0, dtype=bool),
-    )
 
 
 def _ids_of_bits(bits: np.ndarray) -> list[np.ndarray]:

@@ -24,9 +24,10 @@ from ngrpo.methods import sampling_schedules
 from ngrpo.trainers.common.log_probs import with_overrides
 from ngrpo.trainers.common.sample_records import RequestedDraws
 from ngrpo.trainers.common.score_centering import Sampler, ScoreCentering
-from perturbations import FinishedTrajectory, ReplayRecord
+from perturbations import FinishedTrajectory
 from perturbations.replay.sampling_mask import SamplingMask
 from tests.support.gradient_problem import policy_loss
+from tests.support.replay_examples import a_record
 from tests.support.token_log_probs import log_probs_of
 
 TOKENS_LEFT = 20
@@ -39,16 +40,7 @@ SAMPLERS = {
 
 def trajectory(prompt: int, response: int, mask: SamplingMask) -> FinishedTrajectory:
     """An unperturbed trajectory of ``prompt + response`` tokens, of which the filters left what ``mask`` says."""
-    no_edits = ReplayRecord(
-        seed=0,
-        prompt_tokens=prompt,
-        num_tokens=prompt + response,
-        positions=np.zeros(0, dtype=np.int32),
-        ids=np.zeros((0, 1), dtype=np.int32),
-        weights=np.zeros((0, 1), dtype=np.float32),
-        sigma=None,
-        agreed=np.zeros(0, dtype=bool),
-    )
+    no_edits = a_record(0, 1, prompt_tokens=prompt, num_tokens=prompt + response)
     return FinishedTrajectory(no_edits, np.zeros(prompt + response, np.float32), mask)
 
 

@@ -107,8 +107,8 @@ def label_of(value: object) -> Any:
         except UnicodeDecodeError:
             raise UsageError(f"the label {value[:40]!r} is bytes and no text. Store it as a text.") from None
     if isinstance(value, float) and math.isfinite(value):
-        digits = Decimal(repr(float(value)))  # of the shortest number that is this float
-        return format(digits.to_integral_value() + 0 if value.is_integer() else digits, "f")  # + 0: there is no -0
+        shortest = Decimal(repr(float(value)))  # of the numbers that are this float
+        return format((shortest + 0).normalize(), "f")  # + 0: there is no -0
     return str(value)
 
 

@@ -21,6 +21,7 @@ from perturbations.replay.sampling_mask import SamplingMask
 from perturbations.replay.scope import ReplayScope
 from tests.support.density_model import Model, log_probs_of, record_of
 from tests.support.density_steps import V, a_step, likely
+from tests.support.replay_examples import a_record
 from tests.support.run import check_flags, run_of
 
 hooked = with_overrides(log_probs_of)
@@ -40,17 +41,7 @@ def carried(left: dict[int, list[int]] | None, length: int = 12, replay: ReplayR
         replay: its record; None for one without a perturbed position.
     """
     if replay is None:
-        no_positions = np.zeros(0, np.int32)
-        replay = ReplayRecord(
-            seed=1,
-            prompt_tokens=2,
-            num_tokens=length,
-            positions=no_positions,
-            ids=np.zeros((0, 1), np.int32),
-            weights=np.zeros((0, 1), np.float32),
-            sigma=None,
-            agreed=np.zeros(0, bool),
-        )
+        replay = a_record(0, 1, prompt_tokens=2, num_tokens=length)
     mask = None
     if left is not None:
         mask = SamplingMask.of(V, {position: shorter_list(ids) for position, ids in left.items()})
