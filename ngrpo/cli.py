@@ -117,7 +117,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"ngrpo: error: {str(error.filename)[:60]}… is too long a name for a file.", file=sys.stderr)
             return 2
         if isinstance(error, RuntimeError) and "home directory" in str(error):  # pathlib's words
-            print(f"ngrpo: error: a path begins with ~ and no user of this machine: {error}", file=sys.stderr)
+            print("ngrpo: error: a path's ~ names no user of this machine. Write the folder in full.", file=sys.stderr)
             return 2
         traceback.print_exc()
         fault = user_files.fault(error)

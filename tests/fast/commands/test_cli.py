@@ -144,6 +144,7 @@ def test_a_bug_shows_as_a_bug(capsys: pytest.CaptureFixture[str], monkeypatch: p
         *refused("commands"),
         (f"train --model m --run-dir {__file__} --task arithmetic", "is a file"),
         (f"compare --config {__file__}", "--config"),
+        ("report ~nosuchuser/run", "a path's ~ names no user of this machine"),
     ],
 )
 def test_bad_input_is_one_line_and_code_2(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
