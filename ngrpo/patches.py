@@ -153,9 +153,10 @@ OPENRLHF: tuple[Patch, ...] = (
         " of each step."),
     _row("openrlhf.trainer.ppo_trainer_async", "TrainingActor", "trainer:trainer", TRAINING, "sha:ad079d89d655",
         "The asynchronous trainer does the same as ours."),
-    _row("openrlhf.trainer.ppo_trainer_async", "GenerateSamplesActor", "trainer:generate_samples_actor", _DRAWN,
+    _row("openrlhf.trainer.ppo_trainer_async", "GenerateSamplesActor", "trainer:generate_samples_actor", TRAINING,
         "sha:330319997ada",
-        "In an asynchronous run the checkpoint of the sampling actor needs the round, which seeds the rollouts."),
+        "In an asynchronous run the trainer gets the number of steps, and a checkpoint the round, from the sampling"
+        " actor."),
     _row("openrlhf.trainer.ppo_trainer", "prepare_datasets", "trainer:prepare_datasets", "reproducible",
         "(strategy, tokenizer)", "With --reproducible the order of the prompts follows the seed."),
     _row("openrlhf.trainer.ppo_trainer", "blending_datasets", "prompt_rows:blending_datasets", TRAINING, "import",

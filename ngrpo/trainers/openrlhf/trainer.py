@@ -196,7 +196,13 @@ class ResumingGenerator(Upstream):
         generator = self.samples_generator
         length = len(loader)
         state_of_loader = loader.state_dict
-        loader.state_dict = lambda: {**state_of_loader(), _ROUND: generator.rollout_round, _LENGTH: length}
+
+        def state_dict() -> dict[str, Any]:
+            # OpenRLHF's own generator, in a run that draws as it does, counts no rounds.
+            round_number = getattr(generator, "rollout_round", 0)
+            return {**state_of_loader(), _ROUND: round_number, _LENGTH: length}
+
+        loader.state_dict = state_dict
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.samples_generator.rollout_round = state_dict.get(_ROUND, 0)

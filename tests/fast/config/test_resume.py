@@ -8,13 +8,16 @@ from typing import Any
 
 import pytest
 
+from ngrpo import patches
 from ngrpo.config import flag_checks
+from ngrpo.config.run import current_run
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.trainers.openrlhf.step_advantages import Visits
 from ngrpo.trainers.openrlhf.trainer import generate_samples_actor
 from ngrpo.trainers.openrlhf.trainer import trainer as our_trainer
 from perturbations.errors import UsageError
 from tests.support.openrlhf_doubles import LOGGED, makers_state
+from tests.support.run import run_with
 
 
 class Trainer:
@@ -75,6 +78,36 @@ def test_where_asynchronous_the_round_goes_with_the_dataloader() -> None:
     assert second.loaded == {"at": 5}
     second.load_state_dict({"at": 6})  # a checkpoint of stock OpenRLHF
     assert second.loaded == {"at": 6}
+
+
+def test_an_asynchronous_run_without_any_method_counts_its_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its trainer has no dataloader, and OpenRLHF's own generator counts no rounds."""
+    run_with(monkeypatch, openrlhf=("--train.async_enable",), run_dir=str(tmp_path), hardware="cpu")
+    replaced = {row.attribute: row.ours for row in patches.active(current_run().training_conditions)}
+    assert replaced["TrainingActor"] == "ngrpo.trainers.openrlhf.trainer:trainer"
+    assert replaced["GenerateSamplesActor"] == "ngrpo.trainers.openrlhf.trainer:generate_samples_actor"
+
+    class Loader(list[int]):
+        def state_dict(self) -> dict[str, Any]:
+            return {"at": 5}
+
+    class GenerateSamplesActor:
+        def __init__(self) -> None:
+            self.prompts_dataloader = Loader(range(8))
+            self.samples_generator = SimpleNamespace()
+
+    class TrainingActor:
+        tensorboard_logger = None
+        args = Trainer.args
+        experience_maker = makers_state()
+
+        def save_logs_and_checkpoints(self, *_: Any) -> None: ...
+
+    state = generate_samples_actor(GenerateSamplesActor)().prompts_dataloader.state_dict()
+    our_trainer(TrainingActor)().save_logs_and_checkpoints(1, LOGGED, {"data_loader_state_dict": state})
+    assert capsys.readouterr().out == "ngrpo: step 1: reward 0.500, 1 s\n"
 
 
 def test_checkpoints_of_stock_openrlhf_are_taken_too() -> None:
