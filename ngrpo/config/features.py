@@ -173,12 +173,14 @@ def kl_term(combination: Combination) -> str:
 
 
 CRITIC = when(f"{ESTIMATOR} gae", lambda combination: combination.value(ESTIMATOR) == "gae")
+NO_CRITIC = other_than(ESTIMATOR, "gae")
 ONE_ANSWER = when(f"{SIZES[1]} 1", lambda combination: combination.value(SIZES[1]) == "1")
 LATE_REWARD = when(
     "a reward model",
     lambda combination: not combination.flags.value("--reward.remote_url") and not combination.run.task,
 )
 EVAL_AT_START = when("--eval.at_start", lambda combination: combination.run.eval_at_start)
+REPRODUCIBLE = when("--reproducible", lambda combination: combination.run.reproducible)
 
 # --- LoRA -------------------------------------------------------------------------------------------
 

@@ -381,6 +381,14 @@ _SECOND_ROUND = (
         fix="choose another advantage, or --second_round.group kept, which takes the rewards of the trained responses"
         " alone",
     ),
+    *rows(
+        [flag("--reward.overlong_buffer_len"), flag("--reward.stop_properly_penalty_coef")],
+        conflicts_with=features.FULL_GROUPS,
+        why="OpenRLHF's penalty is for the trained responses alone, so that the others of both rounds would be compared"
+        " without it",
+        fix="leave it (or --preset dapo, which adds it) out, or add --second_round.group kept, which takes the rewards"
+        " of the trained responses alone",
+    ),
 )
 
 _REWARD_AND_ADVANTAGE = (
@@ -414,6 +422,18 @@ _OPENRLHF = (
         conflicts_with=features.DRAWN_AHEAD,
         why="a checkpoint has no prompts that were drawn ahead, so a resumed run would never train them",
         fix="set --rollout.vllm_generate_batch_size to --rollout.batch_size, or save no checkpoints",
+    ),
+    Row(
+        what=flag("partial_rollout"),
+        conflicts_with=features.REPRODUCIBLE,
+        why="a weight sync comes between two tokens of a response, at other ones in each run",
+        fix="leave one of them out (ngrpo compare adds --reproducible unless it has --stock)",
+    ),
+    Row(
+        what=flag("--critic.freezing_steps", off="-1"),
+        conflicts_with=features.NO_CRITIC,
+        why="the policy waits in these steps for a critic, and gae alone has one",
+        fix="leave it out",
     ),
     Row(
         what=flag("--actor.eps_clip"),
