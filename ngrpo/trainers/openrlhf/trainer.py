@@ -93,6 +93,8 @@ class PerturbedTrainer(Upstream):
         self.experience_maker.visits = ours["visits"]
         self.noise = tuple(ours["noise"])
         self.past_steps = tuple(PastStep(*step) for step in ours["past_steps"])
+        if hasattr(self.kl_ctl, "target") and "kl_coefficient" in ours:  # the flags have a fixed one
+            self.kl_ctl.value = ours["kl_coefficient"]
 
     def train_step(self, rollout_samples: list[Experience], global_step: int) -> tuple[dict[str, Any], int]:
         run = current_run()
@@ -163,6 +165,8 @@ class PerturbedTrainer(Upstream):
             "visits": self.experience_maker.visits,
             "noise": self.noise,
             "past_steps": [astuple(step) for step in self.past_steps],
+            # OpenRLHF 0.11.2 adapts it with --algo.kl.target, and leaves it out of its own states.
+            "kl_coefficient": self.kl_ctl.value,
         }
         super().save_logs_and_checkpoints(step, status, states)
         if self.tensorboard_logger:
@@ -265,7 +269,10 @@ def run_of(trainer: Any) -> Run:
 
 def steps_of_run(args: argparse.Namespace, prompts: int) -> int:
     """Training steps of a run, of which the last in an episode may be short; fewer if prompts are filtered out."""
-    return max(1, args.train.num_episodes * ceil(prompts / args.rollout.batch_size))
+    batch = args.rollout.batch_size
+    # OpenRLHF 0.11.2 trains a step on fewer prompts than --rollout.batch_size where engines draw fewer at once.
+    prompts_of_step = min(batch, getattr(args.rollout, "vllm_generate_batch_size", None) or batch)
+    return max(1, args.train.num_episodes * ceil(prompts / prompts_of_step))
 
 
 @lru_cache(maxsize=1)

@@ -31,6 +31,7 @@ class Trainer:
     def __init__(self) -> None:
         self.samples_generator = SimpleNamespace()
         self.experience_maker = makers_state()
+        self.kl_ctl = SimpleNamespace(value=0.01)  # OpenRLHF's, of a fixed coefficient
 
     def save_logs_and_checkpoints(self, global_step: int, logs_dict: Any = None, client_states: Any = None) -> None:
         Trainer.saved = pickle.dumps(client_states)
@@ -51,6 +52,19 @@ def test_round_and_counts_go_on() -> None:
     assert second.samples_generator.rollout_round == 7
     assert second.experience_maker.visits.visit(["p"], ["1"]) == [1]
     assert repr(states["ngrpo"]["visits"]) == "Visits of 2 outcomes", "OpenRLHF prints the states"
+
+
+@pytest.mark.parametrize(("adaptive", "resumed"), [({"target": 0.1}, 0.03), ({}, 0.02)])
+def test_an_adapted_kl_coefficient_goes_on_and_a_fixed_one_is_that_of_the_flags(
+    adaptive: dict[str, float], resumed: float
+) -> None:
+    first = our_trainer(Trainer)()
+    second = our_trainer(Trainer)()
+    first.kl_ctl = SimpleNamespace(value=0.03, **adaptive)
+    second.kl_ctl = SimpleNamespace(value=0.02, **adaptive)
+    first.save_logs_and_checkpoints(7, LOGGED, {"global_step": 7, "data_loader_state_dict": {}})
+    second.init_checkpoint_states()
+    assert second.kl_ctl.value == resumed
 
 
 def test_where_asynchronous_the_round_goes_with_the_dataloader() -> None:
@@ -102,6 +116,7 @@ def test_an_asynchronous_run_without_any_method_counts_its_steps(
         tensorboard_logger = None
         args = Trainer.args
         experience_maker = makers_state()
+        kl_ctl = SimpleNamespace(value=0.01)
 
         def save_logs_and_checkpoints(self, *_: Any) -> None: ...
 

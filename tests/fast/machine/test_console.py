@@ -24,6 +24,7 @@ class Trainer:
 
     args = Namespace(train=Namespace(num_episodes=2), rollout=Namespace(batch_size=8))
     experience_maker = SimpleNamespace(visits=None)
+    kl_ctl = SimpleNamespace(value=0.01)
     tensorboard_logger = None
 
     def save_logs_and_checkpoints(self, *_: Any) -> None: ...

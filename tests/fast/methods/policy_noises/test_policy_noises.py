@@ -272,6 +272,7 @@ class PlainTrainer:
     """As OpenRLHF's, of a run of four training steps; ``sent`` holds the weights and evaluations in their order."""
 
     tensorboard_logger = None
+    kl_ctl = SimpleNamespace(value=0.01)
     args = SimpleNamespace(train=SimpleNamespace(num_episodes=1), rollout=SimpleNamespace(batch_size=2))
     prompts_dataloader = range(8)
 
@@ -355,15 +356,18 @@ def test_gspo_has_no_weights_of_tokens(words: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("prompts", "steps"),
+    ("prompts", "drawn_at_once", "steps"),
     [
         # Three steps in each of four episodes.
-        (10, 12),
-        (8, 8),
-        (1, 4),
+        (10, None, 12),
+        (8, None, 8),
+        (1, None, 4),
+        (8, 8, 8),
+        (8, 2, 16),
     ],
 )
-def test_steps_of_a_run_count_the_smaller_batches(prompts: int, steps: int) -> None:
-    """Batches of four prompts, four episodes."""
-    args = SimpleNamespace(train=SimpleNamespace(num_episodes=4), rollout=SimpleNamespace(batch_size=4))
+def test_steps_of_a_run_count_the_smaller_batches(prompts: int, drawn_at_once: int | None, steps: int) -> None:
+    """Batches of four prompts, four episodes; a step has no more prompts than engines draw at once."""
+    rollout = SimpleNamespace(batch_size=4, vllm_generate_batch_size=drawn_at_once)
+    args = SimpleNamespace(train=SimpleNamespace(num_episodes=4), rollout=rollout)
     assert steps_of_run(args, prompts) == steps

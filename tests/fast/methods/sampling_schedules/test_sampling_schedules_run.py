@@ -272,6 +272,7 @@ class Trainer:
     """As OpenRLHF's, with three training steps whose rollouts have these entropies."""
 
     tensorboard_logger = None
+    kl_ctl = SimpleNamespace(value=0.01)
 
     def __init__(self, states: dict[str, Any], entropies: list[float]) -> None:
         self.states = states
