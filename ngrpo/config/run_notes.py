@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from math import ceil
 
-from ngrpo.config import flag_checks, input_checks, stretches
+from ngrpo.config import flag_checks, idle_flags, input_checks, stretches
 from ngrpo.config.complete_run import CompleteRun
 from ngrpo.config.feature_kinds import ASYNC, CORRECTION, ESTIMATOR
 from ngrpo.config.run import GROUP_BASELINES, RunConfig
@@ -80,7 +80,7 @@ def batch_notes(complete: CompleteRun) -> Iterator[str]:
     flags, args = complete.flags, complete.args
     prompts, responses, batch, epochs = (int(flags.or_default(size)) for size in SIZES)
     dynamic = flags.has("--train.dynamic_batch_enable")
-    total = prompts * responses
+    total = min(prompts, args["rollout.vllm_generate_batch_size"]) * responses
     micro_batches = args["train.micro_batch_size"] * placement.rank_groups(args)["actor"]  # over all ranks
     lost = 0 if dynamic else total % micro_batches
     if lost:
@@ -200,6 +200,7 @@ def _unbalanced_advantages(complete: CompleteRun) -> str | None:
 
 NOTES: tuple[Callable[[CompleteRun], Iterable[str]], ...] = (
     flag_notes,
+    idle_flags.notes,
     label_notes,
     alarm_notes,
     batch_notes,
