@@ -127,7 +127,7 @@ NEEDS = (
 def notes(complete: CompleteRun) -> Iterator[str]:
     """A warning for each flag of the user's that has no effect; the flags that ngrpo adds may wait for others."""
     args = complete.args
-    by_user = Flags(complete.run.openrlhf)
+    by_user = Flags(complete.run.openrlhf).without_false()
     defaults = {action.dest: action.default for action in actions()}
     for name in dict.fromkeys(flag.name for flag in by_user):
         setting = name.removeprefix("--")

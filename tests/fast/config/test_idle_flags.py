@@ -17,7 +17,8 @@ FILES = "--data.prompt_dataset p.jsonl --reward.remote_url r.py --vllm.num_engin
 
 def warnings_of(words: str, added: str = "--algo.advantage.estimator group_norm") -> list[str]:
     run = parse.run_config([*FILES.split(), *words.split()])
-    return list(idle_flags.notes(CompleteRun(run=run, flags=Flags(run.openrlhf, added.split()))))
+    flags = Flags(run.openrlhf, added.split()).without_false()
+    return list(idle_flags.notes(CompleteRun(run=run, flags=flags)))
 
 
 @pytest.mark.parametrize(
@@ -49,6 +50,7 @@ def test_values_that_say_what_openrlhf_does_anyway_and_flags_that_ngrpo_adds_are
     assert warnings_of("--algo.advantage.gamma 1.0 --algo.advantage.lambd 1 --train.async_queue_size 1") == []
     added = "--algo.advantage.estimator group_norm --reward.overlong_penalty_factor 2 --eval.dataset e.jsonl"
     assert warnings_of("", added) == []
+    assert warnings_of("--eval.dataset false --eval.temperature false") == []
 
 
 @pytest.mark.parametrize("pattern", [pattern for need in idle_flags.NEEDS for pattern in need.flags.split()])
