@@ -16,6 +16,8 @@ POWER = 0.8
 """The chance with which a difference of :func:`detectable` size is found."""
 ENOUGH_SEEDS = 3
 """The fewest seeds that tell a method from luck."""
+ENOUGH_PROBLEMS = 6
+"""The fewest problems that can differ beyond noise: the signs of five agree by luck with a chance of 2 / 2^5."""
 REPLICATES = 4000
 """Bootstrap replicates of one seed's problems, in :func:`interval`."""
 DRAWS = 2000
@@ -72,10 +74,9 @@ def bounds(replicates: np.ndarray) -> tuple[float, float]:
     return float(low), float(high)
 
 
-def with_noise(difference: Interval) -> Interval:
-    """A difference with ``within_noise``: whether its interval contains 0, or there is none."""
-    low, high = difference["low"], difference["high"]
-    within_noise = low is None or low <= 0.0 <= high
+def with_noise(difference: Interval, problems: int) -> Interval:
+    """A difference over problems with ``within_noise``: whether its interval contains 0, or there are too few."""
+    within_noise = problems < ENOUGH_PROBLEMS or difference["low"] <= 0.0 <= difference["high"]
     return {**difference, "within_noise": within_noise}
 
 
@@ -162,7 +163,7 @@ def paired(ours: np.ndarray, baseline: np.ndarray, *, of_problems: bool = False)
           difference, it is :func:`_p_of_problems`, and ``tested`` is ``problems``.
         - ``spread``: the standard deviation of the difference over seeds; None for one seed.
         - ``seeds``: their number.
-        - ``within_noise``: by ``p``, not yet corrected for other comparisons; with one seed by its interval.
+        - ``within_noise``: by ``p``, not yet corrected for other comparisons; with one seed by :func:`_p_of_problems`.
 
     Raises:
         ValueError: for tables of different shapes, or with a value that is not finite.
@@ -179,10 +180,7 @@ def paired(ours: np.ndarray, baseline: np.ndarray, *, of_problems: bool = False)
         difference["high"] = min(difference["high"], 1.0)
 
     if seeds == 1:
-        if problems > 1 and _tied(table[0]):
-            # Equal differences have no interval, but the sign-flip test can still judge them.
-            return {**difference, "within_noise": _p_of_problems(table[0]) >= 1 - LEVEL}
-        return with_noise(difference)
+        return {**difference, "within_noise": _p_of_problems(table[0]) >= 1 - LEVEL}
 
     by_seed = table.mean(axis=1)
     if problems > 1 and _tied(by_seed):
