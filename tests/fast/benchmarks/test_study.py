@@ -116,6 +116,12 @@ def test_parts_of_a_study_are_joined_to_the_whole(tmp_path: Path, monkeypatch: p
     assert "(3 seeds)" in Path("out/tables.md").read_text()
 
 
+def test_parts_with_another_model_are_not_joined() -> None:
+    whole = example(steps=2)
+    with pytest.raises(ValueError, match="against none has no part in arithmetic with other of"):
+        publishing.joined(whole, {**whole, "model": "other"})
+
+
 @pytest.mark.parametrize(
     ("program", "flags", "message"),
     [
