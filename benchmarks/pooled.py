@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ngrpo.workbench.statistics import LEVEL, bounds
+from ngrpo.workbench.statistics import LEVEL, TIE, bounds
 
 REPLICATES = 2000
 
@@ -23,15 +23,15 @@ def mean_difference(tasks: Sequence[np.ndarray]) -> dict[str, float | None]:
         tasks: for each task the paired differences of its seeds, (seeds,), at least two.
 
     Returns:
-        ``value``, ``low``, ``high`` and ``p``; the last is None where no task has a spread.
+        ``value``, ``low``, ``high`` and ``p``; all but the first are None where no task has a spread.
     """
     from scipy import stats
 
     value = float(np.mean([task.mean() for task in tasks]))
     variances = np.array([task.var(ddof=1) / len(task) for task in tasks]) / len(tasks) ** 2
     variance = variances.sum()
-    if not variance:
-        return {"value": value, "low": value, "high": value, "p": None}
+    if math.sqrt(variance) <= TIE:
+        return {"value": value, "low": None, "high": None, "p": None}
     degrees = np.array([len(task) - 1 for task in tasks])
     freedom = variance**2 / (variances**2 / degrees).sum()
     error = math.sqrt(variance)
@@ -70,4 +70,5 @@ def resampled(draw: np.random.Generator, count: int, replicates: int) -> np.ndar
 
 def wins(ours: np.ndarray, baseline: np.ndarray) -> np.ndarray:
     """Which run of each pair scores higher, (seeds, seeds): 1 for ours, 0 for the baseline's, or 0.5 for a tie."""
-    return (ours[:, None] > baseline) + 0.5 * (ours[:, None] == baseline)
+    differences = ours[:, None] - baseline
+    return (differences > TIE) + 0.5 * (np.abs(differences) <= TIE)

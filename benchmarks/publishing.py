@@ -46,15 +46,17 @@ def joined(first: Results, more: Results) -> Results:
 
     Args:
         first: its baseline and threshold are taken; of what ``first`` and ``more`` have, its row stays.
-        more: of the same task, and counted with the same threshold where there is one.
+        more: of the same task and model, and counted with the same threshold where there is one.
 
     Returns:
         With ``repeated``: the runs of ``more`` that ``first`` has too, each with its processor.
     """
     names = [row["strategy"] for row in more["summary"]]
     baseline = first["baseline"]
-    if first["task"] != more["task"] or baseline not in names:
-        raise ValueError(f"{first['task']} against {baseline} has no part in {more['task']} of {names}")
+    what = f"{first['task']} with {first['model']}"
+    what_more = f"{more['task']} with {more['model']}"
+    if what != what_more or baseline not in names:
+        raise ValueError(f"{what} against {baseline} has no part in {what_more} of {names}")
     strategies = _union(first["strategies"], more["strategies"], "id")
     runs = _union(first["runs"], more["runs"], "id")
     run_ids = {run["id"] for run in first["runs"]}

@@ -9,6 +9,7 @@ import re
 import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -158,7 +159,8 @@ def _checked(arms: Sequence[Arm]) -> list[Arm]:
     for arm in arms:
         perturbation, notes = _KIND.checked(arm.name, arm.options)
         spec = perturbation.spec() if perturbation.active else None
-        same = [other.id for other in checked if (other.spec, other.training) == (spec, arm.training)]
+        flags = _read_numbers(arm.training)
+        same = [other.id for other in checked if (other.spec, _read_numbers(other.training)) == (spec, flags)]
         if same:
             notes = (*notes, f"the same arm as {same[0]!r}, run and counted twice")
         counts[arm.text] += 1
@@ -166,6 +168,17 @@ def _checked(arms: Sequence[Arm]) -> list[Arm]:
         label = arm.text if count == 1 else f"{arm.text} ({count})"
         checked.append(replace(arm, id=label, spec=spec, paper=perturbation.paper, notes=notes))
     return checked
+
+
+def _read_numbers(training: Mapping[str, str]) -> dict[str, list[float | str]]:
+    """The words of each flag's value, with numbers read: 0.1 and 0.10 are the same."""
+
+    def read(word: str) -> float | str:
+        with suppress(ValueError):
+            return float(word)
+        return word
+
+    return {key: [read(word) for word in value.split(" ")] for key, value in training.items()}
 
 
 # --- reading an arm ---------------------------------------------------------------------------------

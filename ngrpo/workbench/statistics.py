@@ -16,13 +16,16 @@ POWER = 0.8
 """The chance with which a difference of :func:`detectable` size is found."""
 ENOUGH_SEEDS = 3
 """The fewest seeds that tell a method from luck."""
+ENOUGH_PROBLEMS = 6
+"""The fewest problems that can differ beyond noise: the signs of five agree by luck with a chance of 2 / 2^5."""
 REPLICATES = 4000
 """Bootstrap replicates of one seed's problems, in :func:`interval`."""
 DRAWS = 2000
 """Bootstrap replicates of a diagnosis's prompts, in :func:`resamples`."""
 MOST_FLIPPED = 16
 """The most problems with a difference of which all patterns of signs are counted."""
-_TIE = 1e-12  # Means of equal shares differ by rounding only; different shares differ by far more.
+TIE = 1e-12
+"""Means of equal shares differ by rounding only; different shares differ by far more."""
 _SEED = 20260610  # of the resampling alone; the same data give the same interval
 
 Interval = dict[str, Any]
@@ -71,10 +74,9 @@ def bounds(replicates: np.ndarray) -> tuple[float, float]:
     return float(low), float(high)
 
 
-def with_noise(difference: Interval) -> Interval:
-    """A difference with ``within_noise``: whether its interval contains 0, or there is none."""
-    low, high = difference["low"], difference["high"]
-    within_noise = low is None or low <= 0.0 <= high
+def with_noise(difference: Interval, problems: int) -> Interval:
+    """A difference over problems with ``within_noise``: whether its interval contains 0, or there are too few."""
+    within_noise = problems < ENOUGH_PROBLEMS or difference["low"] <= 0.0 <= difference["high"]
     return {**difference, "within_noise": within_noise}
 
 
@@ -143,7 +145,7 @@ def _students_t(values: np.ndarray, mean: float) -> tuple[float, float]:
 
 def _tied(values: np.ndarray) -> bool:
     """Whether values are equal up to rounding; shares are far coarser."""
-    return float(np.ptp(values)) <= _TIE
+    return float(np.ptp(values)) <= TIE
 
 
 def paired(ours: np.ndarray, baseline: np.ndarray, *, of_problems: bool = False) -> Interval:
@@ -161,7 +163,7 @@ def paired(ours: np.ndarray, baseline: np.ndarray, *, of_problems: bool = False)
           difference, it is :func:`_p_of_problems`, and ``tested`` is ``problems``.
         - ``spread``: the standard deviation of the difference over seeds; None for one seed.
         - ``seeds``: their number.
-        - ``within_noise``: by ``p``, not yet corrected for other comparisons; with one seed by its interval.
+        - ``within_noise``: by ``p``, not yet corrected for other comparisons; with one seed by :func:`_p_of_problems`.
 
     Raises:
         ValueError: for tables of different shapes, or with a value that is not finite.
@@ -178,10 +180,7 @@ def paired(ours: np.ndarray, baseline: np.ndarray, *, of_problems: bool = False)
         difference["high"] = min(difference["high"], 1.0)
 
     if seeds == 1:
-        if problems > 1 and _tied(table[0]):
-            # Equal differences have no interval, but the sign-flip test can still judge them.
-            return {**difference, "within_noise": _p_of_problems(table[0]) >= 1 - LEVEL}
-        return with_noise(difference)
+        return {**difference, "within_noise": _p_of_problems(table[0]) >= 1 - LEVEL}
 
     by_seed = table.mean(axis=1)
     if problems > 1 and _tied(by_seed):
@@ -197,7 +196,7 @@ def paired(ours: np.ndarray, baseline: np.ndarray, *, of_problems: bool = False)
 def _p_value(differences: np.ndarray) -> float:
     """The paired t test's, two-sided; where all differences are equal, the sign-flip test's."""
     if _tied(differences):
-        return 1.0 if abs(differences.mean()) <= _TIE else 2.0 ** (1 - len(differences))
+        return 1.0 if abs(differences.mean()) <= TIE else 2.0 ** (1 - len(differences))
     from scipy.stats import ttest_1samp
 
     return float(ttest_1samp(differences, 0.0).pvalue)
@@ -209,13 +208,13 @@ def _p_of_problems(differences: np.ndarray) -> float:
     Most problems often have a difference of 0, and the t test then takes the few others for more than they are. Of 30
     problems of which five gain, it has p = 0.023; but 2 of the 2^5 patterns of signs are as far from 0, p = 0.0625.
     """
-    differing = differences[np.abs(differences) > _TIE]
+    differing = differences[np.abs(differences) > TIE]
     if _tied(differences) or len(differing) > MOST_FLIPPED:
         return _p_value(differences)
     patterns = np.arange(2 ** len(differing))[:, None]
     flipped = patterns >> np.arange(len(differing)) & 1  # (2^N, N): bit i of a pattern's number flips difference i
     sums = (1 - 2 * flipped) @ differing
-    return float((np.abs(sums) >= abs(differing.sum()) - _TIE).mean())
+    return float((np.abs(sums) >= abs(differing.sum()) - TIE).mean())
 
 
 def in_words(interval: Mapping[str, Any] | None, form: str = ".3f") -> str:
@@ -261,7 +260,7 @@ def detectable(spread: float, pairs: int, comparisons: int = 1, tasks: int = 1) 
     ``spread`` is over ``pairs`` seeds; of several ``tasks`` each has both. The level is Holm's hardest: 0.05 over
     ``comparisons``.
     """
-    if pairs < 2 or spread <= _TIE:
+    if pairs < 2 or spread <= TIE:
         return None
     from scipy import optimize, stats
 

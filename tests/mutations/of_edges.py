@@ -81,7 +81,7 @@ MUTATIONS = {
     ],
     ("ngrpo/workbench/statistics.py", _SIGNIFICANCE): [
         ("low = max(low, 0.0)", "low = low", "a share below 0"),
-        ("float(np.ptp(values)) <= _TIE", "float(np.ptp(values)) == 0.0", "ties need equal bits"),
+        ("float(np.ptp(values)) <= TIE", "float(np.ptp(values)) == 0.0", "ties need equal bits"),
         ("if problems > seeds and", "if problems >= seeds and", "Wilson: of as many problems as seeds"),
         (
             'difference["within_noise"] = p >= 1 - LEVEL',

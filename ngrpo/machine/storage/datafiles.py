@@ -12,7 +12,7 @@ import math
 import re
 import shlex
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from decimal import Decimal
 from functools import lru_cache
@@ -328,7 +328,7 @@ def _tags(events: "EventAccumulator", kind: str) -> list[str]:
 def read_scalars(folder: Path, files: Iterable[str]) -> Series:
     """Every scalar of TensorBoard logs in a folder: ``{tag: {step: value}}``, steps ascending.
 
-    A later one of the files wins where two have the same step.
+    ``files`` are the logs of a run's starts in their order: of a step that two have, the later one's value counts.
     """
     from tensorboard.backend.event_processing.event_accumulator import SCALARS, EventAccumulator
 
@@ -336,11 +336,21 @@ def read_scalars(folder: Path, files: Iterable[str]) -> Series:
     for file in files:
         events = EventAccumulator(str(folder / file), size_guidance={SCALARS: 0})
         events.Reload()
-        for tag in _tags(events, "scalars"):
-            values = series.setdefault(tag, {})
-            for event in events.Scalars(tag):
-                values[event.step] = event.value
-    return {tag: dict(sorted(values.items())) for tag, values in sorted(series.items())}
+        logged = {tag: {event.step: event.value for event in events.Scalars(tag)} for tag in _tags(events, "scalars")}
+        for values in series.values():
+            _drop_after(values, {step for by_step in logged.values() for step in by_step})
+        for tag, by_step in logged.items():
+            series.setdefault(tag, {}).update(by_step)
+    return {tag: dict(sorted(values.items())) for tag, values in sorted(series.items()) if values}
+
+
+def _drop_after(values: dict[int, Any], logged: Collection[int]) -> None:
+    """Removes the steps after the last one that a later start has ``logged``.
+
+    It began at a checkpoint before them, so that they belong to weights that are gone.
+    """
+    for step in [step for step in values if logged and step > max(logged)]:
+        del values[step]
 
 
 def read_texts(folder: Path, files: Iterable[str], tag: str) -> dict[int, str]:
@@ -353,6 +363,7 @@ def read_texts(folder: Path, files: Iterable[str], tag: str) -> dict[int, str]:
         events = EventAccumulator(str(folder / file), size_guidance={TENSORS: 0})
         events.Reload()
         if name in _tags(events, "tensors"):
-            for event in events.Tensors(name):
-                by_step[event.step] = event.tensor_proto.string_val[0].decode(errors="replace")
+            logged = {event.step: event.tensor_proto.string_val[0] for event in events.Tensors(name)}
+            _drop_after(by_step, logged)
+            by_step |= {step: text.decode(errors="replace") for step, text in logged.items()}
     return dict(sorted(by_step.items()))

@@ -161,6 +161,12 @@ def read_plan(argv: Sequence[str]) -> tuple[Plan, Path]:
     for arm in arms:
         for key in arm.training:
             _refuse_set_by_us(f"--{key}")
+            command = _other_command(f"--{key}")
+            if command:
+                raise UsageError(
+                    f"arm {arm.id!r}: --{key} is for ngrpo {command}, which has the same settings for all arms. Give"
+                    f" --{key} once, outside of --strategy and --sweep."
+                )
         if "base" in arm.training:
             coerce(RunConfig, SETTINGS["--preset"], arm.training["base"], label=f"base={arm.training['base']}")
 
@@ -233,15 +239,21 @@ def _split_words(argv: Sequence[str]) -> _Words:
     training: list[str] = []
     for flag in Flags(argv):
         name = flag.name.removeprefix("--")
-        group, _, option = name.partition(".")
+        command = _other_command(flag.name)
         if name in _OURS:
             own[name].append(_own_value(flag))
-        elif group in _GROUPS and option and not flag.name.startswith(_GROUPS[group]):
-            groups[group] += [f"--{option}", *flag.values]
+        elif command:
+            groups[command] += [f"--{name.removeprefix(f'{command}.')}", *flag.values]
         elif flag.name != parse.DRY_RUN:  # no part of the plan
             _check_training_flag(flag)
             training += flag.argv
     return _Words(own, groups, training)
+
+
+def _other_command(flag: str) -> str | None:
+    """The command, ``eval`` or ``diagnose``, that a flag with its prefix is for; None for a flag of the training."""
+    command, _, option = flag.removeprefix("--").partition(".")
+    return command if command in _GROUPS and option and not flag.startswith(_GROUPS[command]) else None
 
 
 def _own_value(flag: Flag) -> str:

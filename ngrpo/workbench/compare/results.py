@@ -397,7 +397,7 @@ def verdict(difference: Mapping[str, Any] | None, measure: str, baseline: str, s
         return f"was not compared with {baseline}: there is no evaluation, and rewards are of rollouts drawn otherwise"
     value = difference["value"]
     all_equal = difference["low"] is None  # the units, seeds or problems, differ from the baseline by the same
-    if value == 0.0 and all_equal:
+    if abs(value) <= statistics.TIE and all_equal:
         return f"equal to {baseline} in {measure} with every seed"
     unit = " over problems" if difference["over"] == "problems" and not all_equal else ""
     text = f"{measure} {statistics.in_words(difference, '+.3f')}{unit} against {baseline}"

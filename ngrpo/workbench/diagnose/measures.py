@@ -316,5 +316,5 @@ def _intervals(stats: PromptStatistics, baseline: PromptStatistics | None, seed:
     for name, curve in curves.items():
         value = curve(stats, stats.everyone) - curve(baseline, stats.everyone)
         low, high = bounds(curve(stats, draws) - curve(baseline, draws))
-        difference[name] = with_noise({"value": float(value[0]), "low": low, "high": high})
+        difference[name] = with_noise({"value": float(value[0]), "low": low, "high": high}, prompts)
     return {"intervals": intervals, "difference": difference}

@@ -253,6 +253,11 @@ def rescore(
         settings |= _scorers(problems)
         by_id = {problem.id: problem for problem in problems}
         for sample in samples:
+            if sample["problem"] not in by_id:
+                raise UsageError(
+                    f"--rescore {folder}: {SAMPLES} has samples of the problem {sample['problem']!r}, which"
+                    f" {PROBLEMS} lacks. Restore its line."
+                )
             end = sample.get("end", "")  # which samples of earlier releases lack
             verdict = score(by_id[sample["problem"]], sample["text"], prompt=sample["prompt"], end=end)
             sample.update(verdict.columns())

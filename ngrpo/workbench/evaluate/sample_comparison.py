@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ngrpo.machine.console import Report, text_table
-from ngrpo.machine.storage.result_folder import ResultFolder
+from ngrpo.machine.storage.result_folder import SETTINGS, ResultFolder
 from ngrpo.workbench import statistics
 from ngrpo.workbench.evaluate.evaluation import (
     DEFAULT_KS,
@@ -41,12 +41,16 @@ class Texts(NamedTuple):
 
 
 class SampleFile(NamedTuple):
-    """One evaluation: by problem its rows, the number of responses and of right ones, and its texts."""
+    """One evaluation: by problem its rows, the number of responses and of right ones, and its texts.
+
+    ``missing`` is how many samples an unfinished evaluation lacks.
+    """
 
     name: str
     rows: dict[str, list[dict[str, Any]]]
     counts: dict[str, tuple[int, int]]
     texts: Texts
+    missing: int = 0
 
     def unscored(self, problems: Iterable[str]) -> dict[str, float | None]:
         """The shares of these problems' responses that a score says little of; None where the file has no such key."""
@@ -114,6 +118,11 @@ def lines(
             head.append(f"{file.name}: {missing} of its {len(file.counts)} problems are not in all files, left out")
     notes = []
     for file, lost in zip(sample_files, unscored_by_file):
+        if file.missing:
+            notes.append(
+                f"warning: {file.name} is unfinished: {file.missing} samples are missing. Long responses finish last,"
+                " so that short ones count too much. Run its ngrpo eval again, which goes on."
+            )
         notes += [f"warning: {line}" for line in unscored_warnings(file.name, lost)]
     notes += [
         "difference: to the first; * beyond noise, corrected p below 0.05 (over problems, Holm: the exact sign-flip"
@@ -218,6 +227,7 @@ def read(named_path: str, report: Report = lambda line: None) -> SampleFile:
     def with_reference(texts: Mapping[str, str]) -> dict[str, str]:
         return {problem: f"{text}\n{references[problem]}" for problem, text in texts.items() if problem in references}
 
+    settings = (folder.read(SETTINGS) if file.name == SAMPLES else None) or {}
     counts = {}
     for problem, of_problem in by_problem.items():
         counts[problem] = (len(of_problem), sum(int(row["correct"]) for row in of_problem))
@@ -230,6 +240,7 @@ def read(named_path: str, report: Report = lambda line: None) -> SampleFile:
             prompt_and_reference=_numbered(with_reference(prompts)),
             prompt=_numbered(prompts),
         ),
+        missing=settings["problems"] * settings["n"] - len(rows) if "n" in settings else 0,
     )
 
 

@@ -116,6 +116,12 @@ def test_parts_of_a_study_are_joined_to_the_whole(tmp_path: Path, monkeypatch: p
     assert "(3 seeds)" in Path("out/tables.md").read_text()
 
 
+def test_parts_with_another_model_are_not_joined() -> None:
+    whole = example(steps=2)
+    with pytest.raises(ValueError, match="against none has no part in arithmetic with other of"):
+        publishing.joined(whole, {**whole, "model": "other"})
+
+
 @pytest.mark.parametrize(
     ("program", "flags", "message"),
     [
@@ -235,3 +241,12 @@ def test_the_probability_of_improvement_by_hand() -> None:
     always_better = (np.array([0.9, 0.8]), np.array([0.1, 0.2]))
     certain = pooled.probability_of_improvement([always_better])
     assert certain == {"value": 1.0, "low": 1.0, "high": 1.0}
+
+
+def test_scores_that_differ_by_rounding_are_equal() -> None:
+    """0.3 − 0.2 and 0.4 − 0.3 differ in their last bits; so do the means of the same Pass@k in another order."""
+    difference = pooled.mean_difference([np.array([0.3, 0.4]) - np.array([0.2, 0.3])])
+    assert difference == {"value": pytest.approx(0.1), "low": None, "high": None, "p": None}
+    ours = np.array([0.1 + 0.2, 0.9])
+    improvement = pooled.probability_of_improvement([(ours, np.array([0.3, 0.9]))])
+    assert improvement["value"] == pytest.approx((0.5 + 0.0 + 1.0 + 0.5) / 4)

@@ -80,6 +80,8 @@ def test_equal_tables_are_equal_and_not_different() -> None:
     assert result["p"] == 1.0
     assert result["detectable"] is None
     assert results.verdict(result, "Mean@8", "none", 2) == "equal to none in Mean@8 with every seed"
+    rounded = {**result, "value": -1e-17}
+    assert results.verdict(rounded, "Mean@8", "none", 2) == "equal to none in Mean@8 with every seed"
 
 
 @pytest.mark.parametrize(
@@ -134,10 +136,17 @@ def test_seeds_that_differ_by_the_same(table: np.ndarray, p: float, verdict: str
     assert results.verdict(result, "Mean@8", "none", len(table)).startswith(verdict)
 
 
-@pytest.mark.parametrize(("problems", "noise"), [(30, False), (5, True)])
-def test_one_seed_whose_problems_all_gain(problems: int, noise: bool) -> None:
-    difference = statistics.paired(np.ones((1, problems)), np.zeros((1, problems)))
+@pytest.mark.parametrize("least", [1.0, 0.5])
+@pytest.mark.parametrize(("problems", "noise"), [(30, False), (6, False), (5, True), (1, True)])
+def test_one_seed_whose_problems_all_gain(problems: int, noise: bool, least: float) -> None:
+    """By the same or not: 2 of the 2^5 patterns of signs are as far from 0, p = 0.0625."""
+    difference = statistics.paired(np.linspace(least, 1.0, problems)[None], np.zeros((1, problems)))
     assert difference["within_noise"] is noise
+
+
+def test_one_seed_of_which_few_problems_gain() -> None:
+    """Four of 30 problems: a bootstrap leaves all four out in 1.4% of its draws, but the signs have p = 0.125."""
+    assert statistics.paired(np.eye(4, 30).sum(axis=0)[None], np.zeros((1, 30)))["within_noise"]
 
 
 @pytest.mark.parametrize(
@@ -246,7 +255,7 @@ def test_correction_decides_and_leaves_the_untested_out() -> None:
     base = np.zeros((4, 1))
     first = statistics.paired(np.array([[1.0], [2.0], [3.0], [4.0]]), base)
     second = statistics.paired(np.array([[1.0], [2.0], [3.0], [4.02]]), base)
-    one_seed = statistics.paired(np.array([[0.5, 0.7]]), np.array([[0.1, 0.2]]))
+    one_seed = statistics.paired(np.linspace(0.5, 1.0, 6)[None], np.full((1, 6), 0.25))
     for difference in (first, second):
         assert not difference["within_noise"], "beyond noise before the correction"
 
@@ -367,4 +376,9 @@ def test_verdicts(difference: dict | None, seeds: int, expected: str) -> None:
 
 @pytest.mark.parametrize(("low", "high"), [(0.0, 0.2), (-0.2, 0.0)])
 def test_an_interval_that_ends_at_0_holds_it(low: float, high: float) -> None:
-    assert statistics.with_noise({"low": low, "high": high})["within_noise"]
+    assert statistics.with_noise({"low": low, "high": high}, 6)["within_noise"]
+
+
+@pytest.mark.parametrize(("problems", "noise"), [(6, False), (5, True)])
+def test_a_difference_of_few_problems_is_within_noise(problems: int, noise: bool) -> None:
+    assert statistics.with_noise({"low": 0.1, "high": 0.2}, problems)["within_noise"] is noise

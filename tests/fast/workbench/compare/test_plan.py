@@ -264,6 +264,8 @@ def test_the_identity_of_a_usual_run_stays(words: str, pinned: str, monkeypatch:
         (["none"], "unexpected word 'none'"),
         (["--perturbatons", "none"], "Did you mean '--perturbations'"),
         (["--perturbations", "none", "--eval.model", "x"], "set by ngrpo compare"),
+        (["--perturbations", "none", "--sweep", "eval.temperature=0.6,1"], "Give --eval.temperature once"),
+        (["--strategy", "none --diagnose.group=4"], "Give --diagnose.group once"),
         (["--perturbations", "none", "--threshold", "0.8", "--eval.data", "none"], "0.8 counts evaluated runs"),
     ],
 )
@@ -380,6 +382,13 @@ def test_arms_that_are_the_same_are_noted() -> None:
     assert of_the_default_rate.startswith("the same arm as 'neighbor'")
     (of_no_rate,) = notes["gumbel rate=0"]
     assert of_no_rate.startswith("the same arm as 'none'")
+
+
+@pytest.mark.parametrize("values", ["1e-6,0.000001", "0.9 0.95,0.90 0.950"])
+def test_numbers_that_are_written_otherwise_are_the_same_arm(values: str) -> None:
+    first, second = plan("--perturbations", "none", "--sweep", f"actor.adam.x={values}").arms
+    assert not first.notes
+    assert second.notes == (f"the same arm as {first.id!r}, run and counted twice",)
 
 
 @pytest.mark.parametrize(

@@ -351,6 +351,14 @@ def test_an_evaluation_that_is_not_finished_is_not_rescored(llm: MadeUp, tmp_pat
     assert len(lines(tmp_path)) == 4
 
 
+def test_samples_of_a_problem_that_is_gone_are_not_rescored(llm: MadeUp, tmp_path: Path) -> None:
+    evaluate(llm, PROBLEMS, out=tmp_path, n=3)
+    problems = tmp_path / "problems.jsonl"
+    problems.write_text(problems.read_text().partition("\n")[0] + "\n")
+    with pytest.raises(UsageError, match=r"problem 'p2', which problems\.jsonl lacks\. Restore its line"):
+        rescore(tmp_path)
+
+
 def test_rescore_of_a_folder_that_is_no_evaluation(llm: MadeUp, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"no settings\.json there\. Give the --out folder"):
         rescore(tmp_path / "elsewhere")

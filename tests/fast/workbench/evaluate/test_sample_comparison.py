@@ -233,6 +233,17 @@ def test_an_evaluation_that_is_still_running_is_read_up_to_its_last_whole_line(t
     assert file.read_text() == cut, "the file of a running evaluation is not mended"
 
 
+def test_an_unfinished_evaluation_is_warned_of(tmp_path: Path) -> None:
+    """Its samples are of the responses that ended first."""
+    unfinished = write_evaluation(tmp_path / "unfinished", BASE)
+    finished = write_evaluation(tmp_path / "finished", OURS)
+    for folder, n in ((unfinished, 5), (finished, 4)):
+        (Path(folder) / "settings.json").write_text(json.dumps({"problems": 5, "n": n}))
+    warnings = [line for line in lines([unfinished, finished]) if " is unfinished" in line]
+    assert len(warnings) == 1
+    assert warnings[0].startswith("warning: unfinished is unfinished: 5 samples are missing.")
+
+
 def test_two_files_of_one_name_are_refused(tmp_path: Path) -> None:
     base = write_evaluation(tmp_path / "x" / "evaluation", BASE)
     ours = write_evaluation(tmp_path / "y" / "evaluation", OURS)

@@ -153,6 +153,18 @@ def test_a_resumed_run_keeps_its_history(hours: int, tmp_path: Path) -> None:
         start(tmp_path, "--ckpt.load_enable")
 
 
+def test_steps_that_a_resumed_run_has_not_reached_again_are_left_out(tmp_path: Path) -> None:
+    """Killed after step 6, resumed from the checkpoint of step 4, and stopped after step 5."""
+    start(tmp_path)
+    write_log(tmp_path / "tb", [0.25] * 6, {})  # evaluated after step 6
+    start(tmp_path, "--ckpt.load_enable")
+    write_log(tmp_path / "tb", [0.75], {}, first=5)
+    text, written = finish(tmp_path, time.time(), None, "--ckpt.load_enable")
+    assert [row["step"] for row in written["steps"]] == [1, 2, 3, 4, 5]
+    assert "reward        0.250 → 0.750" in text
+    assert list(written["evaluation"]["eval/eval_default_pass1"]) == ["1"]
+
+
 def test_a_run_of_an_earlier_release_is_resumed_with_its_logs(tmp_path: Path) -> None:
     write_log(tmp_path / "tb", [0.25, 0.5], {})
     start(tmp_path, "--ckpt.load_enable")
