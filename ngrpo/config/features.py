@@ -21,6 +21,7 @@ from ngrpo.config.feature_kinds import (
     bounds,
     density,
     flag,
+    none_of,
     other_than,
     part,
     sampling,
@@ -330,6 +331,16 @@ def mixture_in_step(combination: Combination) -> str:
 
 
 IN_VERL = when("verl", lambda combination: True)
+_CORRECTION = "algorithm.rollout_correction"
+VERL_CORRECTIONS = (verl(f"{_CORRECTION}.rollout_is"), verl(f"{_CORRECTION}.rollout_rs"))
+"""verl's weights, and its rejections: both compare old log-probabilities with the rollout's."""
+VERL_UNCORRECTED = when(
+    "no +perturbation.correct_mask=true", lambda combination: not combination.arguments.get("correct_mask")
+)
+VERL_FILTERS = (
+    verl("actor_rollout_ref.rollout.top_p", none_of(None, 1)),
+    verl("actor_rollout_ref.rollout.top_k", none_of(None, 0, -1)),
+)
 VERL_MASK = when("+perturbation.correct_mask=true", lambda combination: combination.arguments.get("correct_mask"))
 IN_TRL = when("TRL", lambda combination: True)
 WITHOUT_VLLM = when("use_vllm=False", lambda combination: not getattr(combination.settings, "use_vllm", False))
@@ -339,18 +350,52 @@ VLLM_SERVER = when(
 LIGER = when("use_liger_kernel", lambda combination: getattr(combination.settings, "use_liger_kernel", False))
 
 
-@partial(when, "top_p, top_k, min_p or repetition_penalty with vllm_importance_sampling_correction")
-def filtered_weights(combination: Combination) -> bool:
-    """Whether TRL weighs tokens by importance that filters of the rollout's sampling or a penalty have changed.
+TRL_TENSOR_PARALLEL = when(
+    "vllm_tensor_parallel_size above 1",
+    lambda combination: getattr(combination.settings, "vllm_tensor_parallel_size", 1) > 1,
+)
+
+# Parameters of vLLM that change the probabilities of tokens, with the values that change nothing.
+_PENALTIES: dict[str, tuple[Any, ...]] = {
+    "repetition_penalty": (None, 1.0),
+    "presence_penalty": (None, 0.0),
+    "frequency_penalty": (None, 0.0),
+    "logit_bias": (None, {}),
+    "allowed_token_ids": (None, []),
+    "bad_words": (None, []),
+    "min_tokens": (None, 0),
+    "thinking_token_budget": (None, -1),
+    "structured_outputs": (None,),
+    "vllm_structured_outputs_regex": (None,),
+}
+_FILTERS: dict[str, tuple[Any, ...]] = {"top_p": (None, 1.0), "top_k": (None, 0, -1), "min_p": (None, 0.0)}
+
+
+@partial(
+    Feature,
+    "top_p, top_k, min_p, a penalty, bias or grammar, or a temperature in generation_kwargs, with"
+    " vllm_importance_sampling_correction or off_policy_mask_threshold",
+)
+def filtered_weights(combination: Combination) -> str:
+    """What TRL's sampling changes of the probabilities that it compares with the trainer's.
 
     With ``correct_mask=True`` the trainer's log-probabilities are of the filtered distribution too.
     """
     settings = combination.settings
-    neutral: dict[str, tuple[float | None, ...]] = {"repetition_penalty": (None, 1.0)}
+    comparisons = {"vllm_importance_sampling_correction": (None, False), "off_policy_mask_threshold": (None,)}
+    compared = [name for name, off in comparisons.items() if getattr(settings, name, None) not in off]
+    generation_kwargs = getattr(settings, "generation_kwargs", None) or {}
+    neutral = dict(_PENALTIES)
     if not combination.arguments.get("correct_mask"):
-        neutral |= {"top_p": (None, 1.0), "top_k": (None, 0, -1), "min_p": (None, 0.0)}
-    filtered = any(getattr(settings, name, None) not in values for name, values in neutral.items())
-    return filtered and bool(getattr(settings, "vllm_importance_sampling_correction", False))
+        neutral |= _FILTERS
+    if "temperature" in generation_kwargs:  # the trainer divides its logits by TRL's own
+        neutral["temperature"] = (getattr(settings, "temperature", 1.0),)
+    changes = []
+    for name, values in neutral.items():
+        value = generation_kwargs.get(name, getattr(settings, name, None))
+        if value not in values:
+            changes.append(f"{name}={value!r}")
+    return f"{', '.join(changes)} with {' and '.join(compared)}" if changes and compared else ""
 
 
 @partial(Feature, "a KL term in the reward")

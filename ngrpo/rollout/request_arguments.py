@@ -56,6 +56,7 @@ LOGITS_UNCHANGED: dict[str, Any] = {
     "bad_words": [],  # what vLLM makes of None
     "allowed_token_ids": None,
     "structured_outputs": None,
+    "thinking_token_budget": None,  # 0 ends the thinking at once
 }
 """vLLM's sampling parameters that change logits before they are recorded, with the values that change nothing.
 
@@ -68,7 +69,7 @@ def logit_changes(params: SamplingParams) -> dict[str, Any]:
     changes: dict[str, Any] = {}
     for name, neutral in LOGITS_UNCHANGED.items():
         value = getattr(params, name, None)
-        if value and value != neutral:
+        if value not in (neutral, None, [], {}):
             changes[name] = value
     return changes
 

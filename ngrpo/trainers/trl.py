@@ -9,14 +9,15 @@
 Needs ``pip install --no-deps trl==1.16.0``; docs/integrations.md says what is and is not covered.
 """
 
+import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from trl import GRPOTrainer
+from trl import GRPOConfig, GRPOTrainer
 from trl.generation import vllm_generation
 from trl.trainer import grpo_trainer
 
@@ -25,7 +26,7 @@ from ngrpo.config.feature_kinds import Combination
 from ngrpo.rollout import records, settings
 from ngrpo.trainers.common.weights_file import reload_weights
 from ngrpo.trainers.trl_head import corrected_head
-from perturbations import FinishedTrajectory, registry, replaying
+from perturbations import FinishedTrajectory, UsageError, registry, replaying, seeds
 from perturbations.parameters import freeze
 from perturbations.replay.routing import RoutingScope
 
@@ -41,7 +42,7 @@ class PerturbedGRPOTrainer(GRPOTrainer):
         perturbation: a spec for :func:`perturbations.create`; ``{"name": "none"}`` for none.
         replay_routing: for a mixture of experts: forwards take the experts that the rollouts chose.
         correct_mask: under ``top_p``, ``top_k`` or ``min_p``: log-probabilities are over the tokens that these left.
-        vllm_options: further keyword arguments of the colocated ``vllm.LLM``, such as ``enforce_eager``.
+        vllm_options: keyword arguments of the colocated ``vllm.LLM``, such as ``enforce_eager``; they go before TRL's.
 
     Raises:
         UsageError: for settings under which a rollout would not be replayed, such as a vLLM server or tools.
@@ -57,11 +58,12 @@ class PerturbedGRPOTrainer(GRPOTrainer):
         **kwargs: object,
     ) -> None:
         self._perturbation = registry.create(**perturbation)
-        config = kwargs.get("args") or next((argument for argument in args if hasattr(argument, "use_vllm")), None)
+        arguments = inspect.signature(GRPOTrainer).bind(*args, **kwargs).arguments
+        config = arguments.get("args")
         combination = Combination(
             parts={"perturbation": self._perturbation},
             settings=config,
-            arguments={**kwargs, "correct_mask": correct_mask},
+            arguments={**arguments, "correct_mask": correct_mask},
         )
         compatibility.check(compatibility.TRL, combination)
         # Of the last rollouts of training (True) and of evaluation (False): TRL keeps training batches meanwhile.
@@ -71,17 +73,19 @@ class PerturbedGRPOTrainer(GRPOTrainer):
         self._replay_routing = replay_routing
         self._correct_mask = correct_mask
         of_engine = {
-            settings.KEY: self._perturbation.spec(),
+            settings.KEY: {**self._perturbation.spec(), "seed": _seed_of_process(self._perturbation.seed, config)},
             settings.ROUTED_EXPERTS: replay_routing,
             settings.SAMPLING_MASKS: correct_mask,
         }
-        with _perturbed_engine({**(vllm_options or {}), "additional_config": of_engine}):
+        with _perturbed_engine(_with_additional_config(vllm_options or {}, of_engine)):
             super().__init__(*args, **kwargs)
         freeze(self.accelerator.unwrap_model(self.model), self._perturbation)
 
     def _generate_single_turn(self, prompt_ids: list[list[int]], *args: object, **kwargs: object) -> Any:
         generation = self.vllm_generation
-        generation.generation_kwargs["extra_args"] = {"perturbation": {"enabled": self.model.training}}
+        arguments = {"enabled": self.model.training or self._perturbation.perturb_eval}
+        given = generation.generation_kwargs.get("extra_args") or {}
+        generation.generation_kwargs["extra_args"] = {**given, settings.KEY: arguments}
         result = super()._generate_single_turn(prompt_ids, *args, **kwargs)
         by_name = records.take_finished(generation.llm)
         # vLLM counts its requests, and returns them in their order.
@@ -121,44 +125,61 @@ class PerturbedGRPOTrainer(GRPOTrainer):
         input_ids: Tensor,
         attention_mask: Tensor,
         logits_to_keep: int,
-        batch_size: int | None = None,
+        *args: object,
         **kwargs: object,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """As TRL's: log π of the completions, (B, C), of the replayed history."""
         rows = range(len(input_ids)) if self._in_forward is None else self._in_forward
-        rollouts = [self._rollouts[self.model.training][row] for row in rows]
+        rollouts = iter([self._rollouts[self.model.training][row] for row in rows])
         replayed = self.accelerator.unwrap_model(model)
         routing = RoutingScope(replayed) if self._replay_routing else None
-        forward = super()._get_per_token_logps_and_entropies
-        size = batch_size or len(input_ids)
-        results = []
-        for start in range(0, len(input_ids), size):
-            chunk = slice(start, start + size)
-            mask = attention_mask[chunk]
+
+        def forward(**inputs: Any) -> Any:
+            """The model's forward of the next rows: TRL splits the batch, with its pictures, into these."""
+            mask = inputs["attention_mask"]
+            chunk = list(islice(rollouts, len(mask)))
             with ExitStack() as stack:
                 if self._correct_mask:
-                    stack.enter_context(corrected_head(rollouts[chunk], mask, logits_to_keep))
-                recorded = [rollout.record for rollout in rollouts[chunk]]
+                    stack.enter_context(corrected_head(chunk, mask, logits_to_keep))
+                recorded = [rollout.record for rollout in chunk]
                 stack.enter_context(replaying(replayed, recorded, mask, self._perturbation))
                 if routing is not None:
                     until = self._until_backward if torch.is_grad_enabled() else stack
-                    until.enter_context(routing([rollout.experts for rollout in rollouts[chunk]], mask))
-                results.append(forward(model, input_ids[chunk], mask, logits_to_keep, None, **kwargs))
-        log_probs, entropies, losses = zip(*results)
-        return (
-            torch.cat(log_probs),
-            None if entropies[0] is None else torch.cat(entropies),
-            None if losses[0] is None else torch.stack(losses).mean(),
+                    until.enter_context(routing([rollout.experts for rollout in chunk], mask))
+                return model(**inputs)
+
+        return super()._get_per_token_logps_and_entropies(
+            forward, input_ids, attention_mask, logits_to_keep, *args, **kwargs
         )
+
+
+def _seed_of_process(perturbation: int, config: GRPOConfig) -> int:
+    """The perturbation's seed in the engine of this process, of the run's seed: TRL spreads a prompt's group over them.
+
+    Without seeds of its requests, an engine numbers the responses to a prompt from 1 on, as each of the others does.
+    """
+    return seeds.of_engine(seeds.of_engine(perturbation, config.seed), config.process_index)
+
+
+def _with_additional_config(options: Mapping[str, Any], of_engine: Mapping[str, Any]) -> dict[str, Any]:
+    """The engine's options with our entries in its ``additional_config``; UsageError for entries that would be lost."""
+    given = options.get("additional_config") or {}
+    for name in (*of_engine, settings.SAMPLING_SCHEDULE):
+        if name in given:
+            raise UsageError(
+                f"vllm_options['additional_config'][{name!r}]={given[name]!r}: PerturbedGRPOTrainer has the arguments"
+                " perturbation, replay_routing and correct_mask, and no sampling schedules. Leave the entry out."
+            )
+    return {**options, "additional_config": {**given, **of_engine}}
 
 
 @contextmanager
 def _perturbed_engine(options: Mapping[str, Any]) -> Iterator[None]:
-    """TRL builds its engine in this context as ours, with further keyword arguments of ``vllm.LLM``."""
+    """TRL builds its engine in this context as ours, with these keyword arguments of ``vllm.LLM`` before its own."""
     generation = grpo_trainer.VLLMGeneration
     llm = vllm_generation.LLM
     grpo_trainer.VLLMGeneration = _PerturbedGeneration
-    vllm_generation.LLM = partial(llm, **options)
+    vllm_generation.LLM = lambda **of_trl: llm(**{**of_trl, **options})
     try:
         yield
     finally:

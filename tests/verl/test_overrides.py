@@ -90,6 +90,22 @@ def test_what_is_entered(spec: dict[str, Any]) -> None:
             ],
             "set logprobs_mode=processed_logprobs",
         ),
+        (
+            [
+                "+perturbation.correct_mask=true",
+                "algorithm.rollout_correction.rollout_rs=token_k1",
+                "actor_rollout_ref.rollout.logprobs_mode=raw_logprobs",
+            ],
+            "set logprobs_mode=processed_logprobs",
+        ),
+        (
+            ["actor_rollout_ref.rollout.top_p=0.9", "algorithm.rollout_correction.rollout_is=token"],
+            "rollout_is=token with actor_rollout_ref.rollout.top_p=0.9 cannot be used with no",
+        ),
+        (
+            ["actor_rollout_ref.rollout.top_k=20", "algorithm.rollout_correction.rollout_rs=token_k1"],
+            "rollout_rs=token_k1 with actor_rollout_ref.rollout.top_k=20 cannot be used with no",
+        ),
         (["+advantage.beta=2"], "advantage.beta"),
         (["algorithm.adv_estimator=copo"], "more than rewards"),
         (["algorithm.adv_estimator=rs_grpo", "algorithm.use_kl_in_reward=True"], "verl subtracts the KL term"),
@@ -101,11 +117,20 @@ def test_what_is_refused(words: list[str], message: str) -> None:
         overrides.prepare(configuration(*config))
 
 
-def test_a_density_is_refused_what_it_would_not_be_part_of() -> None:
+@pytest.mark.parametrize(
+    "setting", ["actor_rollout_ref.actor.use_kl_loss=True", "algorithm.rollout_correction.rollout_rs=token_k1"]
+)
+def test_a_density_is_refused_what_it_would_not_be_part_of(setting: str) -> None:
     words = [*GRPO, *of_perturbation({"name": "gaussian", "density": "gaussian"})]
-    with pytest.raises(UsageError, match=r"use_kl_loss.*density=token"):
-        overrides.prepare(configuration(*words, "actor_rollout_ref.actor.use_kl_loss=True"))
+    with pytest.raises(UsageError, match=re.escape(setting) + r".*density=token"):
+        overrides.prepare(configuration(*words, setting))
     overrides.prepare(configuration(*words))
+
+
+def test_filtered_rollouts_may_be_weighed_by_corrected_log_probabilities() -> None:
+    words = ["actor_rollout_ref.rollout.top_p=0.9", "algorithm.rollout_correction.rollout_is=token"]
+    overrides.prepare(configuration(*GRPO, *of_perturbation({**NEIGHBOR, "correct_mask": True}), *words))
+    overrides.prepare(configuration(*GRPO, *of_perturbation(NEIGHBOR), words[0]))
 
 
 def test_the_recipe_is_a_configuration_of_verl() -> None:

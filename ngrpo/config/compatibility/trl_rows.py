@@ -39,9 +39,15 @@ TRL = (
     Row(
         what=features.filtered_weights,
         conflicts_with=features.IN_ENGINE,
-        why="importance weights would compare the changed distribution with the model's",
-        fix="give PerturbedGRPOTrainer correct_mask=True (not for a penalty), leave them out, or set"
-        " vllm_importance_sampling_correction=False",
+        why="TRL would compare the changed distribution with the model's",
+        fix="give PerturbedGRPOTrainer correct_mask=True (for top_p, top_k and min_p), leave them out, or set"
+        " vllm_importance_sampling_correction=False and off_policy_mask_threshold=None",
+    ),
+    Row(
+        what=features.TRL_TENSOR_PARALLEL,
+        conflicts_with=features.IN_ENGINE,
+        why="each process would get the records of its whole tensor-parallel group",
+        fix="set it to 1",
     ),
     Row(
         what=features.PARAMETERS,

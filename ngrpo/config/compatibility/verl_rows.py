@@ -123,17 +123,23 @@ VERL = (
         conflicts_with=features.VERL_MASK,
         why="the correction needs the logits",
     ),
-    Row(
-        what=both(
-            verl("algorithm.rollout_correction.rollout_is"),
-            verl("actor_rollout_ref.rollout.logprobs_mode", none_of("processed_logprobs")),
-        ),
+    *rows(
+        [
+            both(correction, verl("actor_rollout_ref.rollout.logprobs_mode", none_of("processed_logprobs")))
+            for correction in features.VERL_CORRECTIONS
+        ],
         conflicts_with=features.VERL_MASK,
-        why="verl's weights would compare with log-probabilities of the whole distribution",
+        why="verl would compare with log-probabilities of the whole distribution",
         fix="set logprobs_mode=processed_logprobs, which is verl's default",
     ),
-    Row(
-        what=verl("algorithm.rollout_correction.rollout_is"),
+    *rows(
+        [both(correction, filtered) for correction in features.VERL_CORRECTIONS for filtered in features.VERL_FILTERS],
+        conflicts_with=features.VERL_UNCORRECTED,
+        why="verl would compare the filtered distribution with the whole one",
+        fix="add +perturbation.correct_mask=true, or leave one of them out",
+    ),
+    *rows(
+        features.VERL_CORRECTIONS,
         conflicts_with=features.DENSITY,
         why="its ratio is the token's",
         fix="leave it out, or set +perturbation.density=token",

@@ -120,6 +120,14 @@ PENALTY = "repetition_penalty"
         ({"repetition_penalty": 1.0}, False),
         ({}, False),
         ({"top_p": 0.9, CORRECTION: False}, False),
+        ({"top_p": 0.9, CORRECTION: False, "off_policy_mask_threshold": 0.5}, True),
+        ({"generation_kwargs": {"top_p": 0.9}}, True),
+        ({"generation_kwargs": {"top_p": 1.0, "seed": 3, "stop": ["x"]}, "top_p": 0.9}, False),
+        ({"generation_kwargs": {"logit_bias": {5: 2.0}}}, True),
+        ({"generation_kwargs": {"thinking_token_budget": 0}}, True),
+        ({"generation_kwargs": {"temperature": 0.7}}, True),
+        ({"generation_kwargs": {"temperature": 1.0}}, False),
+        ({"vllm_structured_outputs_regex": "[0-9]+"}, True),
     ],
 )
 def test_trl_s_weights_are_of_the_whole_distribution(settings: dict[str, Any], refused: bool) -> None:
@@ -138,6 +146,13 @@ def test_trl_s_weights_are_right_with_a_corrected_mask_but_for_a_penalty(
     parts = {"perturbation": create("none")}
     combination = Combination(parts=parts, settings=config, arguments={"correct_mask": True})
     with pytest.raises(UsageError, match="the changed distribution") if refused else nullcontext():
+        compatibility.check(compatibility.TRL, combination)
+
+
+def test_trl_s_tensor_parallel_engine_is_refused() -> None:
+    config = SimpleNamespace(use_vllm=True, vllm_mode="colocate", vllm_tensor_parallel_size=2)
+    combination = Combination(parts={"perturbation": create("none")}, settings=config, arguments={})
+    with pytest.raises(UsageError, match="vllm_tensor_parallel_size above 1 cannot be used with"):
         compatibility.check(compatibility.TRL, combination)
 
 

@@ -112,6 +112,7 @@ RETURN_RECORD = '{"seed": 3, "return_record": true}'
         ({"presence_penalty": 0.5, "min_tokens": 3}, r"presence_penalty=0\.5, min_tokens=3, so"),
         ({"logit_bias": {7: 5.0}}, r"logit_bias=\{7: 5\.0\}"),
         ({"bad_words": ["no"]}, r"bad_words=\['no'\]"),
+        ({"thinking_token_budget": 0}, "thinking_token_budget=0, so"),
         ({"allowed_token_ids": [1, 2]}, r"allowed_token_ids=\[1, 2\]"),
         ({"structured_outputs": "a grammar"}, "structured_outputs='a grammar'"),
     ],
