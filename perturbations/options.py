@@ -38,6 +38,11 @@ def option(
         choices: the only allowed values.
         registry: of a value with options of its own, given by name, as a mapping with a name, or ready made.
     """
+    if registry is None and not isinstance(default, (int, float, str, type(None))):
+        raise UsageError(
+            f"option({default!r}, {help!r}): an option is a number, a text, true or false, or None, as a command line"
+            " gives it. Write a list as a text, such as '1,2', and split it where you use it."
+        )
     metadata = {"help": help, "low": low, "high": high, "above": above, "choices": choices, "registry": registry}
     return dataclasses.field(default=default, metadata=metadata)
 
@@ -147,7 +152,12 @@ _hints = functools.cache(typing.get_type_hints)  # evaluates annotations that ar
 
 def kinds(owner: type, name: str) -> tuple[type, ...]:
     """The plain types that a field accepts, ``type(None)`` included where it is optional."""
-    hint = _hints(owner)[name]
+    try:
+        hint = _hints(owner)[name]
+    except NameError as error:
+        raise UsageError(
+            f"{owner.__qualname__}: an option's annotation is not defined: {error}. Import it, or correct it."
+        ) from error
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
         return typing.get_args(hint)
     return (hint,)
@@ -193,6 +203,10 @@ def coerce(
             return None
         raise UsageError(f"{label}: a value is needed; leave the option out for its default, {field.default!r}.")
     kind = next(kind for kind in accepted_kinds if kind is not type(None))
+    if kind not in (bool, int, float, str):
+        raise UsageError(
+            f"{label}: its annotation is {kind}; must be int, float, bool or str, or one of these with `| None`."
+        )
     converted = _convert(kind, value)
     if converted is None:
         kind_in_words = {int: "a whole number", float: "a number", bool: "true or false"}.get(kind, "text")

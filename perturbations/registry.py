@@ -2,13 +2,14 @@
 """Registries: classes of one kind by name, from the tree, from installed packages, from a module or a file."""
 
 import dataclasses
+import difflib
 import importlib
 import os
 import pkgutil
 import re
 from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import EntryPoint, entry_points
-from inspect import isroutine
+from inspect import get_annotations, isroutine
 from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar, TypeVar
@@ -50,6 +51,9 @@ class Registry:
 
     def register(self, name: str) -> Callable[[type[_Class]], type[_Class]]:
         """Class decorator that gives a class its name, the value of its flag; ``UsageError`` where another has it."""
+
+        if not isinstance(name, str):
+            raise UsageError(f"@register needs the name of the {self.kind}: write @register('my_name').")
 
         def decorate(cls: type[_Class]) -> type[_Class]:
             owner = self._other_owner(name, cls)
@@ -195,6 +199,7 @@ class Registry:
                 " Write @dataclass(frozen=True, kw_only=True) above the class,"
                 ' and each option as a field: share: float = option(0.5, "help").'
             )
+        _check_overrides(cls, label)
         for field in dataclasses.fields(cls):
             for base in cls.__mro__[1:]:
                 if isroutine(vars(base).get(field.name)):
@@ -300,6 +305,27 @@ def _run_file(path: str, source: str | None, label: str) -> ModuleType:
         for registry, registered in registered_before:
             registry.registered = registered
         raise
+
+
+def _check_overrides(cls: type, label: str) -> None:
+    """Raises ``UsageError`` for what a class defines in vain: a base class's name misspelled, or without @property."""
+    of_bases = [name for base in cls.__mro__[1:] for name in (*vars(base), *get_annotations(base))]
+    public_names = {name for name in of_bases if not name.startswith("_")}
+    for name, value in vars(cls).items():
+        if name.startswith("_") or name in cls.option_names():
+            continue
+        if name not in public_names:
+            similar = difflib.get_close_matches(name, public_names, n=1, cutoff=0.88)
+            if similar:
+                raise UsageError(
+                    f"{label}: nothing reads its {name!r}. Did you mean {similar[0]!r}? Give a helper of your own"
+                    f" another name, such as '_{name}'."
+                )
+        elif isroutine(value) and not any(isroutine(vars(base).get(name)) for base in cls.__mro__[1:]):
+            raise UsageError(
+                f"{label}: its {name!r} is a method, which is true without a call. It is read as a value:"
+                " write @property above it."
+            )
 
 
 def _named(cls: type, name: str) -> type:

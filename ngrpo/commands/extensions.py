@@ -55,10 +55,11 @@ def run_list(argv: Sequence[str], *, report: Report) -> int:
 
 
 def run_check(argv: Sequence[str], *, report: Report) -> int:
-    """usage: ngrpo check [gate|advantage] NAME [option=value ...]
+    """usage: ngrpo check [KIND] NAME [option=value ...]
 
     Runs the conformance suite on a small synthetic model: no engine, no download,
-    seconds.
+    seconds. KIND: perturbation [default], gate, advantage, credit, policy_noise or
+    sampling_schedule.
 
     examples
       ngrpo check ./mine.py:Mine               a class in a file; :Name may be left
@@ -68,6 +69,7 @@ def run_check(argv: Sequence[str], *, report: Report) -> int:
       ngrpo check neighbor k=4                 a registered name
       ngrpo check gate ./my_gate.py:MyGate     a gate
       ngrpo check advantage ./mine.py:Mine     an advantage
+      ngrpo check credit ./mine.py:Mine        a credit
     """
     kind = KINDS["perturbation"]
     words = list(argv)

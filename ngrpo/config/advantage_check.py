@@ -13,7 +13,7 @@ from ngrpo.methods import advantages
 from ngrpo.methods.advantages.base import Advantage
 from perturbations.errors import UsageError
 from perturbations.testing import Check, PerturbationError, outcomes
-from perturbations.testing.report import answered, check_answers, check_tensor, require
+from perturbations.testing.report import CLOSE, answered, check_answers, check_tensor, require
 
 _GROUP_SIZES = (8, 16, 32, 64, 128, 256)
 _FRACTIONS = "rewards between 0 and 1"
@@ -78,13 +78,19 @@ def _group_size(advantage: Advantage) -> int:
     for size in _GROUP_SIZES[:-1]:
         rewards = torch.zeros(1, size)
         try:
-            advantage.compute(rewards, _further(advantage, rewards, torch.Generator()))
+            _formula(advantage, rewards, _further(advantage, rewards, torch.Generator()))
         except UsageError:
             continue
         except Exception:  # for the checks to report
             pass
         return size
     return _GROUP_SIZES[-1]
+
+
+def _formula(advantage: Advantage, rewards: Tensor, further: Tensor) -> Tensor:
+    """What :meth:`Advantage.compute` asks of a class, without its own check of the result."""
+    advantage.check_rewards(rewards)
+    return advantage.formula(rewards, further if advantage.needs else None)
 
 
 def _check(advantage: Advantage, label: str, batch: _Batch) -> None:
@@ -94,7 +100,7 @@ def _check(advantage: Advantage, label: str, batch: _Batch) -> None:
     def compute(batch: _Batch) -> Tensor:
         advantages = answered(
             f"{subject} formula()",
-            lambda: advantage.compute(batch.rewards, batch.further),
+            lambda: _formula(advantage, batch.rewards, batch.further),
             "It must accept any rewards in [0, 1].",
         )
         check_tensor(
@@ -110,6 +116,7 @@ def _check(advantage: Advantage, label: str, batch: _Batch) -> None:
             f"{subject} formula() gives {not_finite[:1]}.",
             "Clamp before divisions: the rewards of a group may all be equal.",
         )
+        _check_sizes(advantage, subject, advantages)
         return advantages
 
     check_answers(
@@ -119,6 +126,26 @@ def _check(advantage: Advantage, label: str, batch: _Batch) -> None:
         batch,
         prefix="",
         draws="An advantage is a function of its rewards: it draws nothing.",
+    )
+
+
+def _check_sizes(advantage: Advantage, subject: str, advantages: Tensor) -> None:
+    """What a class says of its advantages' size and sum is true: the clip of a run and its warnings follow from it."""
+    largest_fix = (
+        "Write largest(self, size): the largest |A| among that many responses. The start then widens the clip."
+    )
+    declared = answered(f"{subject} largest()", lambda: advantage.largest(advantages.shape[1]), largest_fix)
+    size = advantages.abs().max().item()
+    require(
+        advantage.normalized_over_step or size <= max(10.0, declared) * (1.0 + CLOSE),
+        f"{subject} formula() gives |A| = {size:g}, which OpenRLHF clips to {max(10.0, declared):g}.",
+        largest_fix,
+    )
+    total = advantages.sum(-1).abs().max().item()
+    require(
+        not advantage.sums_to_zero or total <= 1e-3 * (1.0 + size),
+        f"{subject} sums_to_zero is True, and the advantages of a group sum to {total:g}.",
+        "Leave sums_to_zero at False.",
     )
 
 

@@ -107,6 +107,7 @@ class Kind:
 
 
 _SUITE = "perturbations.testing:inspect"
+_METHODS_SUITE = "ngrpo.config.method_checks:inspect"
 _PAGE = "docs/own_perturbation.md"
 
 ROWS = (
@@ -142,18 +143,24 @@ ROWS = (
         registry=credits.registry,
         flag="--credit",
         about="how a response's advantage is shared among its tokens",
+        suite=_METHODS_SUITE,
+        contract="the contract that the loss rests on",
     ),
     Kind(
         registry=policy_noises.registry,
         flag="--policy_noise",
         about="noise on the weights that roll out",
         in_rollouts=True,
+        suite=_METHODS_SUITE,
+        contract="the contract that rollouts rest on",
     ),
     Kind(
         registry=sampling_schedules.registry,
         flag="--sampling.schedule",
         about="temperatures that change within a response or over a run",
         in_rollouts=True,
+        suite=_METHODS_SUITE,
+        contract="the contract that rollouts rest on",
     ),
     Kind(
         registry=second_rounds.registry,

@@ -173,6 +173,10 @@ def check_class(kind: registry.Registry, cls: type, base: type) -> None:
     )
     for field in dataclasses.fields(cls):
         _check_declaration(kind, cls, field)
+    try:
+        kind.check_complete(cls, cls.name)
+    except ValueError as error:
+        raise PerturbationError(str(error), "Correct the class.") from error
 
 
 def _check_declaration(kind: registry.Registry, cls: type, field: dataclasses.Field) -> None:

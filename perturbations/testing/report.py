@@ -178,6 +178,8 @@ def check_answers(
     values = _values(step)
     for name, state in _values(values.get("state")).items():
         values[f"state[{name!r}]"] = state
+    if "embeddings" in values:
+        values["embeddings.matrix()"] = values["embeddings"].matrix()  # the model's own weights, not a copy
     copies = {name: value.clone() for name, value in values.items() if isinstance(value, Tensor)}
     random_state = global_random_state()
     result = call(step)

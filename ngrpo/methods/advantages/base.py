@@ -97,8 +97,15 @@ class Advantage(Options, ABC):
         rewards = rewards.to(torch.promote_types(rewards.dtype, torch.float32))
         self.check_rewards(rewards)
         if overlong is None or not self.leaves_out_overlong:
-            return self.formula(rewards, further)
-        return self._of_complete(rewards, further, complete=~overlong)
+            advantages = self.formula(rewards, further)
+        else:
+            advantages = self._of_complete(rewards, further, complete=~overlong)
+        for row in (~advantages.isfinite()).any(-1).nonzero().flatten().tolist():
+            raise UsageError(
+                f"{label} formula() gives {advantages[row].tolist()} for the rewards {rewards[row].tolist()}."
+                " Finite numbers are needed: clamp before divisions, logarithms and roots."
+            )
+        return advantages
 
     def _of_complete(self, rewards: Tensor, further: Tensor | None, complete: Tensor) -> Tensor:
         """The advantages within the complete responses of each group, and 0 for the other ones, (P, G)."""

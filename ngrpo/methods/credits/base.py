@@ -170,10 +170,17 @@ class Credit(Options, ABC):
         return type(self).in_loss is not Credit.in_loss or type(self).marks is not Credit.marks
 
 
-def check_shapes(credit: Credit, method: str, tokens: int, *results: Tensor) -> None:
-    """Raises ``RuntimeError`` unless each tensor that a method of the credit returned has one number for each token."""
+def check_results(credit: Credit, method: str, tokens: int, *results: Tensor) -> None:
+    """Raises ``RuntimeError`` unless a method of the credit returned tensors of one finite number for each token."""
     if any(result.shape != (tokens,) for result in results):
         shapes = " and ".join(str(tuple(result.shape)) for result in results)
         raise RuntimeError(
             f"credit {credit.name!r}: {method} returns {shapes} for {tokens} tokens: one number for each is needed."
         )
+    for result in results:
+        not_finite = result[~result.isfinite()]
+        if len(not_finite):
+            raise RuntimeError(
+                f"credit {credit.name!r}: {method} gives {not_finite[0].item()} for {len(not_finite)} of {tokens}"
+                " tokens. Finite numbers are needed: clamp before divisions and logarithms."
+            )

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The contract of a policy noise."""
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -73,6 +74,8 @@ class PolicyNoise(Options, ABC):
         The noise is a function of seed, sync number and parameter name: the same on every rank and in every engine.
         ``parameters``: all of the model's, by name.
         """
+        if not (math.isfinite(scale) and scale >= 0.0):
+            raise UsageError(f"--policy_noise {self.name}: scale() gives σ = {scale}; must be finite, and 0 or above.")
         chosen = {name: parameters[name] for name in self.selected(parameters)}
         if scale == 0.0:
             yield

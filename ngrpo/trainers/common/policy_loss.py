@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ngrpo.methods.credits.base import Credit, LossTokens, check_shapes
+from ngrpo.methods.credits.base import Credit, LossTokens, check_results
 from ngrpo.methods.second_rounds.base import SecondRound
 from ngrpo.trainers.common.log_probs import Densities
 from ngrpo.trainers.common.sample_records import TwoRounds
@@ -135,7 +135,7 @@ class CreditInLoss:
         )
         unchanged = (tokens.advantages, torch.zeros_like(tokens.advantages))
         changed, term = self._credit.in_loss(tokens) or unchanged
-        check_shapes(self._credit, "in_loss", len(rows), changed, term)
+        check_results(self._credit, "in_loss", len(rows), changed, term)
 
         touched = (changed != tokens.advantages) | (term.detach() != 0.0)
         if self._marks is not None:
@@ -168,7 +168,7 @@ class CreditInLoss:
         marks = self._marks.to(log_probs.device).bool()
         marked = marks[mask].nonzero().flatten()
         penalty = self._credit.marked_loss(credited.tokens, marked, (log_probs - old_log_probs)[marks])
-        check_shapes(self._credit, "marked_loss", len(marked), penalty)
+        check_results(self._credit, "marked_loss", len(marked), penalty)
         # A ratio of value 1 is not clipped: with A = 1 the loss averages −1 · ratio over tokens in its own way.
         penalty_score = (penalty - penalty.detach()).to(log_probs.dtype)
         scores = torch.zeros_like(log_probs).masked_scatter(marks, penalty_score)

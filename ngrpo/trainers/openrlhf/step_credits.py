@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ngrpo.config.run import current_run
 from ngrpo.machine.upstream.types import Experience
-from ngrpo.methods.credits.base import StepTokens, check_shapes
+from ngrpo.methods.credits.base import StepTokens, check_results
 from ngrpo.trainers.openrlhf.experiences import masked, set_marks
 from ngrpo.trainers.openrlhf.model_actors import kept_by_actors
 from perturbations.errors import require
@@ -27,13 +27,13 @@ def share_among_tokens(maker: Any, experiences: list[Experience]) -> dict[str, f
     before = tokens.advantages
     after = credit.formula(tokens)
     marks = credit.marks(tokens)
-    check_shapes(credit, "formula", len(before), after)
+    check_results(credit, "formula", len(before), after)
     for experience, of_tokens in zip(experiences, _split(experiences, after)):
         mask = experience.action_mask.bool()
         of_tokens = of_tokens.to(experience.advantages.dtype)
         experience.advantages = experience.advantages.masked_scatter(mask, of_tokens)
     if marks is not None:
-        check_shapes(credit, "marks", len(before), marks)
+        check_results(credit, "marks", len(before), marks)
         for experience, of_tokens in zip(experiences, _split(experiences, marks)):
             mask = experience.action_mask.bool()
             set_marks(experience, torch.zeros_like(mask).masked_scatter(mask, of_tokens.bool()))

@@ -3,6 +3,7 @@
 
 import argparse
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import astuple
@@ -125,7 +126,13 @@ class PerturbedTrainer(Upstream):
         """Sets the factor of the temperature in the next step's requests."""
         schedule = followed_schedule()
         if schedule is not None:
-            self.samples_generator.temperature_factor = schedule.factor_of_step(self.past_steps, run_of(self))
+            factor = schedule.factor_of_step(self.past_steps, run_of(self))
+            if not (math.isfinite(factor) and factor > 0.0):
+                raise RuntimeError(
+                    f"--sampling.schedule {schedule.name}: factor_of_step() gives {factor} for training step"
+                    f" {len(self.past_steps)}; must be finite and above 0."
+                )
+            self.samples_generator.temperature_factor = factor
 
     def broadcast_to_vllm(self) -> None:
         noise = current_run().policy_noise

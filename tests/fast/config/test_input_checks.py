@@ -180,6 +180,13 @@ PROPOSE = "    def propose(self, step):\n        return None\n"
 SHARE = '    share: float = option(0.5, "how much", low=0.0)\n'
 ABSTRACT = f'{HEAD}{DATACLASS}class Mine(Perturbation):\n    """Mine."""\n'
 PLAIN = f'{HEAD}class Mine(Perturbation):\n    """Mine."""\n{SHARE}{PROPOSE}'
+
+
+def own(line: str) -> str:
+    """A file with a perturbation that has this line for its option."""
+    return f'{HEAD}{DATACLASS}class Mine(Perturbation):\n    """Mine."""\n    {line}\n{PROPOSE}'
+
+
 NEEDY = f'{HEAD}{DATACLASS}class Mine(Perturbation):\n    """Mine."""\n    share: float\n{PROPOSE}'
 
 
@@ -202,6 +209,26 @@ def test_an_incomplete_class_is_its_files_error(
     assert said in error
     assert "Traceback" not in error
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (own("share: list = option([0.5], 'how much')"), "option([0.5], 'how much'): an option is a number, a text"),
+        (own("share: 'Flaot' = option(0.5, 'how much')"), "name 'Flaot' is not defined"),
+        (own("share: tuple[int, ...] = option('1', 'how much')"), "annotation is tuple[int, ...]; must be int, float"),
+        (ABSTRACT.replace(DATACLASS, f"@register\n{DATACLASS}"), "@register needs the name of the perturbation"),
+    ],
+)
+def test_a_wrong_declaration_is_said_in_words(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, said: str
+) -> None:
+    file = tmp_path / "wrong.py"
+    file.write_text(text)
+    assert cli.main(["train", "--model", "smollm2-135m", "--dry-run", "--perturbation", str(file)]) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert "Traceback" not in error
 
 
 def test_what_fails_in_a_users_file_is_not_called_a_bug(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

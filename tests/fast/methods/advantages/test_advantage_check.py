@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`ngrpo check advantage`: ours keep the contract, and each way of breaking it is said in words."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
@@ -60,6 +59,10 @@ def in_place(self: Centered, rewards: Tensor, counts: Tensor | None) -> Tensor:
     return rewards.sub_(rewards.mean(-1, keepdim=True))
 
 
+def twentyfold(self: Centered, rewards: Tensor, counts: Tensor | None) -> Tensor:
+    return 20.0 * (rewards - rewards.mean(-1, keepdim=True))
+
+
 def random(self: Centered, rewards: Tensor, counts: Tensor | None) -> Tensor:
     return rewards + torch.rand_like(rewards)
 
@@ -85,6 +88,8 @@ def no_notes(self: Centered, flags: object) -> None:
         ("formula", divided_by_the_deviation, "gives [nan]"),
         ("formula", one_number_for_a_group, "has shape (7,)"),
         ("formula", in_place, "changes rewards in place"),
+        ("formula", twentyfold, "which OpenRLHF clips to 10. Write largest(self, size)"),
+        ("sums_to_zero", True, "sums_to_zero is True, and the advantages of a group sum to"),
         ("formula", random, "An advantage is a function of its rewards"),
         ("at_step", failing_at_step_100, "at_step(100) raises ZeroDivisionError"),
         ("flags", flag_without_dashes, "flags() gives {'algo.kl.init_coef': '0'}"),
@@ -92,11 +97,21 @@ def no_notes(self: Centered, flags: object) -> None:
     ],
 )
 def test_a_broken_method_is_said_in_words(
-    method: str, replacement: Callable, message: str, monkeypatch: pytest.MonkeyPatch
+    method: str, replacement: object, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if method == "sums_to_zero":
+        monkeypatch.setattr(Centered, "formula", lambda self, rewards, counts: rewards)
     monkeypatch.setattr(Centered, method, replacement)
     errors = [str(error) for _, error in inspect(Centered) if error is not None]
     assert any(message in error for error in errors), errors
+
+
+def test_what_is_not_finite_is_refused_in_a_run_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The suite has rewards from 0 to 1; a reward function may give others, and a NaN would spoil the weights."""
+    monkeypatch.setattr(Centered, "formula", lambda self, rewards, counts: rewards.sqrt())
+    assert [error for _, error in inspect(Centered) if error is not None] == []
+    with pytest.raises(UsageError, match=r"centered: formula\(\) gives \[nan, 1.0\] for the rewards \[-1.0, 1.0\]"):
+        Centered().compute(torch.tensor([[0.0, 1.0], [-1.0, 1.0]]))
 
 
 def test_the_command_of_an_advantage_that_keeps_the_contract(capsys: pytest.CaptureFixture[str]) -> None:

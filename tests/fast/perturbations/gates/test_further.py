@@ -319,12 +319,17 @@ def advance_by_the_mean(self: Gate, step: GateStep, fed: Tensor) -> Mapping[str,
     return {"spent": step.state["spent"] + fed.float().mean()}
 
 
+def advance_to_nan(self: Gate, step: GateStep, fed: Tensor) -> Mapping[str, Tensor]:
+    return {"spent": step.state["spent"] * torch.nan}
+
+
 @pytest.mark.parametrize(
     ("method", "messages"),
     [
         pytest.param(Gate.advance, ["never changes", "no advance()"], id="none"),
         (advance_misspelled, ["advance() returns ['spend']", "the names of initial_state"]),
         (advance_to_logits, ["'spent' of what advance() returns has shape (7, 64)"]),
+        (advance_to_nan, ["'spent' of what advance() returns is NaN"]),
         (advance_in_place, ["changes step.state['spent'] in place", "copy"]),
         (advance_by_the_mean, ["advance() gives another result", "spent is", "that row alone"]),
     ],

@@ -225,6 +225,17 @@ def in_place(step: Step, ids: Tensor, weights: Tensor, tokens: Tensor) -> object
     return propose(ids, weights, tokens)
 
 
+def in_place_of_the_model(step: Step, ids: Tensor, weights: Tensor, tokens: Tensor) -> object:
+    directions = step.embeddings.matrix()
+    directions /= directions.norm(dim=-1, keepdim=True).clamp_min(1e-6)
+    return propose(ids, weights, tokens)
+
+
+def of_embeddings_in_their_dtype(step: Step, ids: Tensor, weights: Tensor, tokens: Tensor) -> object:
+    embeddings = step.embeddings.lookup(ids)
+    return propose(ids, (embeddings * embeddings[:, :1]).sum(-1).softmax(-1), tokens)
+
+
 CALLS = itertools.count()
 
 
@@ -290,6 +301,8 @@ def failing_when_peaked(step: Step, ids: Tensor, weights: Tensor, tokens: Tensor
         (by_numpys_global_draw, ["global random generator", "step.uniform"]),
         (by_pythons_global_draw, ["global random generator", "step.uniform"]),
         (in_place, ["changes step.logits in place", "copy"]),
+        (in_place_of_the_model, ["changes step.embeddings.matrix() in place", "copy"]),
+        (of_embeddings_in_their_dtype, ["edit.weights is torch.bfloat16", ".to(torch.float32)"]),
         (by_the_number_of_calls, ["two results for the same step"]),
         (by_the_batch_s_mean, ["row 0 alone", "edit.weights is", "that row alone"]),
         (by_the_row_s_number, ["in another batch order", "edit.weights is"]),
@@ -381,6 +394,16 @@ def with_option(name: str, type_: type, default: object) -> dict[str, Any]:
             {"__post_init__": halves_an_option},
             ["create(**spec()) gives", "survive"],
             id="changes an option",
+        ),
+        pytest.param(
+            {"draws_token": lambda self: False},
+            ["its 'draws_token' is a method", "@property"],
+            id="method in place of a property",
+        ),
+        pytest.param(
+            {"learning_rates": lambda self, name: 0.1},
+            ["nothing reads its 'learning_rates'", "Did you mean 'learning_rate'?"],
+            id="misspelled method",
         ),
         pytest.param(
             {"fingerprint": fingerprint_of_the_object},

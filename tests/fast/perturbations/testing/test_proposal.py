@@ -46,6 +46,11 @@ def by_the_first_row(self: Gumbel, replayed: Replayed) -> Tensor:
     return good_density(self, replayed) - replayed.logits[0, 0] * replayed.edit.normalizer[0]
 
 
+def less_the_batch_s_sum(self: Gumbel, replayed: Replayed) -> Tensor:
+    density = good_density(self, replayed)
+    return density - density.sum().detach()
+
+
 def of_an_unknown_field(self: Gumbel, replayed: Replayed) -> Tensor:
     return replayed.nothing
 
@@ -68,6 +73,7 @@ def failing_without_positions(self: Gumbel, replayed: Replayed) -> Tensor:
         (infinite, "must be finite"),
         (detached, "has no gradient"),
         (by_the_first_row, "another batch order"),
+        (less_the_batch_s_sum, "for a row alone"),
         (of_an_unknown_field, "AttributeError"),
         (constant_without_positions, "leaves the graph where there are no positions"),
         (failing_without_positions, "for no positions raises RuntimeError"),

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`ngrpo check credit`, `policy_noise` and `sampling_schedule`: ours pass, a broken one is refused."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from ngrpo import cli
+from ngrpo.config import kinds, parse
+from ngrpo.config.kinds import KINDS
+from ngrpo.config.method_checks import inspect
+from ngrpo.methods.credits import Credit
+from ngrpo.methods.credits.base import StepTokens
+from ngrpo.methods.policy_noises import PolicyNoise
+from ngrpo.methods.sampling_schedules import SamplingSchedule
+from ngrpo.methods.sampling_schedules.base import NextTokens
+from perturbations import option
+from perturbations.errors import UsageError
+
+OURS = [
+    (kind, name)
+    for kind in ("credit", "policy_noise", "sampling_schedule")
+    for name in sorted(KINDS[kind].registry.in_tree())
+]
+
+
+@pytest.mark.parametrize(("kind", "name"), OURS)
+def test_ours_keep_the_contract(kind: str, name: str) -> None:
+    assert [error for _, error in inspect(name, kind) if error is not None] == []
+
+
+@dataclass(frozen=True, kw_only=True)
+class Half(Credit):
+    """Half of each advantage."""
+
+    name = "half"
+    share: float = option(0.5, "what is left", low=0.0)
+
+    def formula(self, tokens: StepTokens) -> Tensor:
+        return self.share * tokens.advantages
+
+
+@dataclass(frozen=True, kw_only=True)
+class Warm(SamplingSchedule):
+    """A constant factor."""
+
+    name = "warm"
+
+    def factor(self, at: NextTokens) -> Tensor:
+        return torch.full_like(at.temperature, 1.1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Everywhere(PolicyNoise):
+    """Noise on every weight."""
+
+    name = "everywhere"
+
+    def selects(self, name: str) -> bool:
+        return True
+
+    def scale(self, step: int, steps: int, last: float | None, divergence: float | None) -> float:
+        return 0.1
+
+
+OWN = {"credit": Half, "sampling_schedule": Warm, "policy_noise": Everywhere}
+
+BROKEN = [
+    ("credit", "formula", lambda self, tokens: tokens.advantages / tokens.entropies, "formula() gives [nan]"),
+    ("credit", "formula", lambda self, tokens: tokens.advantages.mean(), "has shape ()"),
+    ("credit", "formula", lambda self, tokens: tokens.advantages.double(), "is torch.float64"),
+    ("credit", "formula", lambda self, tokens: tokens.advantages.mul_(0.5), "changes tokens.advantages in place"),
+    ("credit", "formula", lambda self, tokens: torch.rand(len(tokens.answers)), "two results for the same tokens"),
+    ("credit", "keeps_sums", True, "keeps_sums is True"),
+    ("credit", "__post_init__", lambda self: None, "share=-1.0, which is out of range, is accepted"),
+    (
+        "sampling_schedule",
+        "factor",
+        lambda self, at: 1.0 - at.generated / 10,
+        "factor() gives [-3.0] after [40] tokens",
+    ),
+    ("sampling_schedule", "factor", lambda self, at: at.temperature.unsqueeze(-1), "has shape (7, 1)"),
+    (
+        "sampling_schedule",
+        "factor",
+        lambda self, at: at.logits.amax().abs().expand(len(at.logits)),
+        "row 0 alone factor() gives",
+    ),
+    ("sampling_schedule", "factor", SamplingSchedule.factor, "neither factor() nor factor_of_step()"),
+    ("sampling_schedule", "factor_of_step", lambda self, past, run: 1.0 - len(past) / 50, "0.0 for training step 50"),
+    (
+        "policy_noise",
+        "scale",
+        lambda self, step, steps, last, divergence: None,
+        "scale() gives None for training step 0",
+    ),
+    (
+        "policy_noise",
+        "scale",
+        lambda self, step, steps, last, divergence: 0.1 - step,
+        "-0.9 for training step 1 of 100",
+    ),
+    ("policy_noise", "selects", lambda self, name: None, "selects('model.embed_tokens.weight') gives None"),
+]
+
+
+@pytest.mark.parametrize(("kind", "attribute", "value", "message"), BROKEN)
+def test_a_broken_method_is_said_in_words(
+    kind: str, attribute: str, value: object, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = OWN[kind]
+    assert [error for _, error in inspect(own, kind) if error is not None] == []
+    monkeypatch.setattr(own, attribute, value)
+    errors = [str(error) for _, error in inspect(own, kind) if error is not None]
+    assert any(message in error for error in errors), errors
+
+
+def test_one_of_the_users_own_is_checked_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--model", "m", "--credit", f"{__name__}:Half"]
+    assert parse.run_config(words).specs.get("credit")["share"] == 0.5
+    assert cli.main(["check", "credit", f"{__name__}:Half"]) == 0
+    monkeypatch.setattr(Half, "formula", lambda self, tokens: tokens.advantages / tokens.entropies)
+    kinds.check_contract.cache_clear()  # a class does not change while a command runs
+    with pytest.raises(UsageError, match=r"credit '.*Half' breaks its contract: .*formula\(\) gives \[nan\]"):
+        parse.run_config(words)
+    assert cli.main(["check", "credit", f"{__name__}:Half"]) == 1
+    assert "WRONG    credit of certain tokens" in capsys.readouterr().out
