@@ -203,13 +203,13 @@ def coerce(
             return None
         raise UsageError(f"{label}: a value is needed; leave the option out for its default, {field.default!r}.")
     kind = next(kind for kind in accepted_kinds if kind is not type(None))
-    if kind not in (bool, int, float, str):
+    if kind not in _KINDS_IN_WORDS:
         raise UsageError(
             f"{label}: its annotation is {kind}; must be int, float, bool or str, or one of these with `| None`."
         )
     converted = _convert(kind, value)
     if converted is None:
-        kind_in_words = {int: "a whole number", float: "a number", bool: "true or false"}.get(kind, "text")
+        kind_in_words = _KINDS_IN_WORDS[kind]
         limits_in_words = f" ({allowed(field)})" if allowed(field) else ""
         raise UsageError(f"{label}: {kind_in_words} is needed{limits_in_words}, for example {field.default!r}.")
     limits = Limits.of(field)

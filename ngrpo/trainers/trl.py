@@ -100,10 +100,10 @@ class PerturbedGRPOTrainer(GRPOTrainer):
         output = super()._generate_and_score_completions(inputs)
         # TRL shuffles and splits it with the batch.
         output[_ROWS] = torch.arange(len(output["completion_ids"]), device=output["completion_ids"].device)
+        self.perturbation_gap = float("nan")
         if "old_per_token_logps" in output and "sampling_per_token_logps" in output:
             mask = output["completion_mask"].bool()
             gaps = (output["old_per_token_logps"] - output["sampling_per_token_logps"])[mask].abs()
-            self.perturbation_gap = float("nan")
             if len(gaps):  # none where all responses were cut off and are masked for it
                 self.perturbation_gap = gaps.max().item()
                 mode = "train" if self.model.training else "eval"
