@@ -126,6 +126,11 @@ def check_open(gate: Gate, label: str, step: Step) -> None:
         for name, value in floats.items():
             label = f"{where} {name!r} of what advance() returns"
             check_tensor(label, value, (len(gate_step.logits),), torch.float32, gate_step.logits.device)
+            require(
+                not value.isnan().any(),
+                f"{label} holds nan.",
+                "A masked token's logit is -inf, and 0 · inf is nan: step.entropy() leaves such tokens out.",
+            )
         return floats
 
     rows = len(step.logits)
