@@ -157,9 +157,13 @@ class RolloutPerturber:
     # --- before the forward -------------------------------------------------------------------------------------
 
     def begin(self, names: Sequence[str], starts: np.ndarray, counts: np.ndarray, discard: np.ndarray) -> None:
-        """Prepares the override for a forward of B requests from their first positions on, (B,) each.
+        """Prepares the override for a forward of B requests.
 
-        ``discard``: prefills that are not complete, so that their samples are thrown away, (B,) bool.
+        Args:
+            names: of the requests, in the order of the batch.
+            starts: the first position that the forward computes of each request, (B,) int64.
+            counts: how many positions it computes of each, (B,) int64.
+            discard: whether a prompt is not complete with it, so that vLLM throws the drawn token away, (B,) bool.
         """
         same_rows = self._locate_rows(names)
         slots = self._rows.slots

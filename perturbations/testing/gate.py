@@ -46,8 +46,10 @@ def check_plan(gate: Gate) -> None:
         "Work on a copy.",
     )
     rows = np.arange(len(plan))
-    selections = (rows[:1], rows[1:2], rows[2:40], rows[40:41], rows[::-1], rows[7::11])
-    for selection in selections:
+    single_rows = (rows[:1], rows[1:2], rows[40:41])
+    several_rows = (rows[2:40], rows[7::11])
+    every_row_in_reverse = rows[::-1]
+    for selection in (*single_rows, *several_rows, every_row_in_reverse):
         plan_of_selection = _plan(gate, every_position.where(selection))
         different = np.flatnonzero(plan[selection] != plan_of_selection)
         if len(different):
