@@ -73,9 +73,13 @@ def normal(draws: PerCandidate, probabilities: PerCandidate, kept: Which) -> Per
 
 
 def censored_gumbel(noise: PerCandidate, below: Which, above: Which, drawn: Which) -> PerPosition:
-    """Σ log-density of Gumbel(0, 1) noise n, of which some is known by a bound alone (a Tobit model).
+    """The sum of the log-densities of Gumbel(0, 1) noise g, of which some is known by a bound alone (a Tobit model).
 
-    −n − exp(−n); log P(g < n) = −exp(−n) where it lies ``below`` n; log P(g > n) where it lies ``above``.
+    Args:
+        noise: n, the noise or its bound.
+        below: where the noise lies below n, which has log P(g < n) = −exp(−n).
+        above: where the noise lies above n, which has log P(g > n) = log(1 − exp(−exp(−n))).
+        drawn: where there is noise; another candidate adds 0. Elsewhere g = n, with log-density −n − exp(−n).
     """
     noise = torch.where(drawn, noise, 0.0).clamp(*_FINITE_NOISE)
     exp_minus_noise = torch.exp(-noise)

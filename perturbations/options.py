@@ -232,6 +232,7 @@ def _object_of(registry: "Registry", field: dataclasses.Field, value: object, la
     raise UsageError(f"{label}: must be a {field.name}'s name ({names}), 'none', or a {field.name}.")
 
 
+_KINDS_IN_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 _BOOLEANS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 
 

@@ -25,9 +25,9 @@ def trajectory_seed(*parts: int | str | bytes) -> int:
     return int.from_bytes(digest.digest(), "little")
 
 
-def of_engine(perturbation: int, engine: int) -> int:
-    """The perturbation's seed in one of several engines, in [0, 2^31), from that engine's seed."""
-    return trajectory_seed(perturbation, engine) & 0x7FFFFFFF
+def of_engine(perturbation_seed: int, engine_seed: int) -> int:
+    """The seed of the perturbation in one of several engines, in [0, 2^31)."""
+    return trajectory_seed(perturbation_seed, engine_seed) & 0x7FFFFFFF
 
 
 def of_prompt(tokens: Sequence[int], pictures: bytes = b"") -> int:

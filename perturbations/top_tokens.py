@@ -46,8 +46,11 @@ def within_top_p(probabilities: Tensor, top_p: float) -> Tensor:
 
 
 def check_top_k(k: int, vocabulary: int, low: int = 1) -> None:
-    """Raises ``UsageError`` where option ``k`` exceeds the vocabulary or a record's candidates, the token included."""
-    most = min(vocabulary, MOST_CANDIDATES - 1)
+    """Raises ``UsageError`` where option ``k`` exceeds the vocabulary, or a record has no room for so many candidates.
+
+    ``low``: the smallest k that the option allows, for the message.
+    """
+    most = min(vocabulary, MOST_CANDIDATES - 1)  # the sampled token may be a further candidate
     if k <= most:
         return
     reason = "the model's vocabulary"

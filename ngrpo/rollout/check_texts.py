@@ -110,12 +110,14 @@ def texts_of_check(vocabulary: int, longest: int, attempt: int = 0) -> CheckText
     usual_tokens = np.arange(vocabulary // 20, max(vocabulary // 2, min(vocabulary, 32)))
     shuffled = np.random.default_rng(attempt).permutation(usual_tokens)
     tokens = np.resize(shuffled, 3 * length + 1).tolist()
+    first = tokens[:length]
     text = tokens[length : 2 * length]
-    row = length // 2
+    last = tokens[2 * length : 3 * length]
     other = tokens[-1]
+    row = length // 2
     if other == text[row]:  # a vocabulary of fewer tokens than the texts have
         other = next(token for token in usual_tokens.tolist() if token != text[row])
-    return CheckTexts(first=tokens[:length], text=text, last=tokens[2 * length : 3 * length], row=row, other=other)
+    return CheckTexts(first=first, text=text, last=last, row=row, other=other)
 
 
 def record_of(fed: Mapping[int, int], prompt_tokens: int, num_tokens: int) -> ReplayRecord:

@@ -26,8 +26,8 @@ class ChunkTable:
         self.table = np.zeros((slots, 1), dtype=np.int64)
         self._size = size
         self._held = np.zeros(slots, dtype=np.int64)  # chunks of each slot
-        self._made = 0  # chunks that were ever needed at once; their numbers are below this
-        self._free: list[int] = []  # numbers of those that no slot holds
+        self._made = 0  # chunks 0 to _made − 1 exist: as many as slots ever held at once
+        self._free: list[int] = []  # the existing chunks that no slot holds
 
     def grow(self, slots: int) -> None:
         """Makes room for more slots."""

@@ -157,9 +157,13 @@ class RolloutPerturber:
     # --- before the forward -------------------------------------------------------------------------------------
 
     def begin(self, names: Sequence[str], starts: np.ndarray, counts: np.ndarray, discard: np.ndarray) -> None:
-        """Prepares the override for a forward of B requests from their first positions on, (B,) each.
+        """Prepares the override for a forward of B requests.
 
-        ``discard``: prefills that are not complete, so that their samples are thrown away, (B,) bool.
+        Args:
+            names: of the requests, in the order of the batch.
+            starts: the first position that the forward computes of each request, (B,) int64.
+            counts: how many positions it computes of each, (B,) int64.
+            discard: whether a prompt is not complete with it, so that vLLM throws the drawn token away, (B,) bool.
         """
         same_rows = self._locate_rows(names)
         slots = self._rows.slots
@@ -462,11 +466,17 @@ class RolloutPerturber:
         if self._store.slots > len(self._row_of_slot):
             self._grow(self._store.slots)
         self._last_position[slot] = -1
+        self._forget_rows()
         self._gate.reset(slot, prompt)
         if self.masks is not None:
             self.masks.clear(slot)
         if self.routed is not None:
             self.routed.clear(slot)
+
+    def _forget_rows(self) -> None:
+        """Has the next batch looked up, also where its names are the last one's: a new request may have an old name."""
+        self._row_of_slot[self._rows.slots] = -1
+        self._rows = NO_ROWS
 
     def _grow(self, slots: int) -> None:
         """Makes room for more trajectories."""
@@ -478,7 +488,6 @@ class RolloutPerturber:
             self.masks.grow(slots)
         if self.routed is not None:
             self.routed.grow(slots)
-        self._rows.matrix = None  # it has the number of the scratch row, which has changed
 
     def closed(self, slot: int) -> None:
         """A request is gone; an edit drawn for its next position is dropped, since its slot will be used again."""

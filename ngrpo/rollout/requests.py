@@ -202,9 +202,14 @@ class RunningRequests:
         )
 
     def take(self, names: list[str] | None, unfinished: list[str] | None = None) -> dict[str, dict[str, bytes]]:
-        """Hands over records, once: internal request id to the parts of its :class:`FinishedTrajectory`.
+        """Hands over the records of requests, each record once.
 
-        ``names``: internal or external ids, None for all but ``unfinished``, internal ids of requests still running.
+        Args:
+            names: internal or external ids; None for all requests.
+            unfinished: internal ids of requests that still run, and whose records are left out.
+
+        Returns:
+            By internal id, the bytes of each :class:`FinishedTrajectory` as its ``pack`` returns them.
         """
         if names is None:
             self._finish(self._ended)

@@ -32,9 +32,10 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def _part(function: F) -> F:
-    """Compiles a method of batches of rows on a GPU; its results have as many rows as its first tensor.
+    """Compiles a method of :class:`StepKernels` on a GPU.
 
-    torch.compile specialises on a size of 1, so a batch of 1 is padded to 2.
+    The first of the method's tensors has a row for each row of its results. torch.compile specialises on a size of 1,
+    so a batch of one such row is doubled, and the second row of each result is dropped.
     """
 
     @wraps(function)

@@ -54,8 +54,12 @@ class ExactIndex(TableIndex):
             )
         self._block = _ROWS_CPU if shard.rows.device.type == "cpu" else _ROWS_DEVICE
         with torch.inference_mode(False), torch.no_grad():
-            norms_of_blocks = [block.double().square().sum(dim=-1).sqrt() for block in shard.rows.split(self._block)]
-            self.norms = shard.gather(torch.cat(norms_of_blocks))[: shard.size]  # (V,) float64
+            norms_of_blocks = []
+            for block in shard.rows.split(self._block):
+                squared_norms = block.double().square().sum(dim=-1)
+                norms_of_blocks.append(squared_norms.sqrt())
+            own_norms = torch.cat(norms_of_blocks)  # (n,)
+            self.norms = shard.gather(own_norms)[: shard.size]  # (V,) float64
         broken = (~torch.isfinite(self.norms)).nonzero().flatten().tolist()
         if broken:
             raise UsageError(

@@ -143,9 +143,10 @@ class Neighborhood(NeighborIndex):
         """To be called after a weight sync and before the next query."""
         self._syncs += 1
         is_due = self._every is not None and self._syncs % self._every == 0
-        # Whether the index was rebuilt at the sync before, so that its sets are of the weights right before this one.
-        # An index that is never rebuilt has such sets at the first sync only.
-        was_rebuilt = (self._syncs - 1) % (self._every or self._syncs) == 0
+        # Only an index that was built at the sync before has the sets of the weights right before this sync. The first
+        # index was built at the start, which counts as sync 0.
+        sync_before = self._syncs - 1
+        was_rebuilt = sync_before == 0 or (self._every is not None and sync_before % self._every == 0)
         previous_index = self._index
         if is_due:
             self._index = self._built()

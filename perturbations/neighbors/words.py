@@ -95,7 +95,10 @@ class OtherWords(TableIndex):
         return ids, scores
 
     def _best_among(self, tokens: Tensor, k: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
-        """The k best of the ``width`` nearest, (Q, k) ids and scores, and how many of all are other words, (Q,)."""
+        """The k best of the ``width`` nearest tokens: other words first, then tokens of the same word.
+
+        Returns ids and scores, (Q, k) each, and how many of the ``width`` tokens are other words, (Q,).
+        """
         ids, scores = self._index.search(tokens, min(width, self.most))  # (Q, width) each
         is_same_word = self._words[ids] == self._words[tokens].unsqueeze(-1)
         other_words_first = is_same_word.to(torch.uint8).sort(dim=-1, stable=True).indices

@@ -94,7 +94,9 @@ class SamplingMask:
         """The argument ``left`` of :meth:`of`, from which this mask follows."""
         all_ids, counts = as_ids(self.words, self.lengths)
         id_sets = np.split(all_ids, np.cumsum(counts)[:-1]) if len(self) else []
-        return {int(position): (bool(cut), ids) for position, cut, ids in zip(self.positions, self.cut, id_sets)}
+        positions = self.positions.tolist()
+        ids_are_cut = self.cut.tolist()
+        return {position: (is_cut, ids) for position, is_cut, ids in zip(positions, ids_are_cut, id_sets)}
 
     def left(self) -> list[np.ndarray]:
         """The tokens left at each position."""

@@ -40,8 +40,12 @@ class FlatRecords:
 
 def flatten(records: Sequence[ReplayRecord | None], device: torch.device) -> FlatRecords:
     """The records of a batch, one per row or None, concatenated on a device."""
-    samples = [sample for sample, record in enumerate(records) if record is not None and len(record)]
-    present = [record for record in records if record is not None and len(record)]
+    samples: list[int] = []  # the batch's rows with a perturbed position
+    present: list[ReplayRecord] = []  # their records
+    for sample, record in enumerate(records):
+        if record is not None and len(record):
+            samples.append(sample)
+            present.append(record)
     if not present:
         return _no_positions(device)
 

@@ -34,7 +34,7 @@ TRL = (
     Row(
         what=features.LIGER,
         conflicts_with=features.IN_ENGINE,
-        why="its loss bypasses the log-probabilities",
+        why="its kernels take the place of layers, need a GPU, and are untested here",
     ),
     Row(
         what=features.filtered_weights,

@@ -3,11 +3,14 @@
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
+import torch
 
+from benchmarks.cuda_without_gpu.simulated_engine import Engine, Plan
 from ngrpo.rollout.requests import RequestNames, RunningRequests, external_id
 from ngrpo.rollout.trajectories import TrajectoryStore
-from perturbations import create, seeds
+from perturbations import FinishedTrajectory, create, seeds
 from perturbations.registry import buffers
 
 ONE = "a-12345678"
@@ -114,3 +117,30 @@ def test_a_seed_is_the_same_trajectory_on_every_rank() -> None:
 
 def test_engines_have_seeds_of_their_own() -> None:
     assert len({seeds.of_engine(3, engine) for engine in range(4)}) == 4
+
+
+def test_a_request_with_the_id_of_the_last_one_is_another_trajectory() -> None:
+    """vLLM's VLLM_DISABLE_REQUEST_ID_RANDOMIZATION leaves a caller's ids as they are."""
+
+    def last_of(*names: str) -> FinishedTrajectory:
+        """The last of some requests of one step each, with prompts of 1, 2, ... tokens."""
+        plan = Plan()
+        engine = Engine(create("gaussian", rate=1.0), "cpu", plan)
+        finished: set[str] = set()
+        packed: dict[str, bytes] = {}
+        for number, name in enumerate(names, start=1):
+            params = SimpleNamespace(seed=number, extra_args=None)
+            new = SimpleNamespace(req_id=name, sampling_params=params, prompt_token_ids=[1] * number)
+            engine.requests.update(SimpleNamespace(finished_req_ids=finished, scheduled_new_reqs=[new]))
+            engine.perturber.begin([name], np.array([0]), np.array([number]), np.array([False]))
+            logits = torch.zeros(1, plan.vocabulary)
+            engine.perturber.finish(logits, torch.ones(1), logits, None)
+            packed = engine.requests.take([name])[name]
+            finished = {name}
+        return FinishedTrajectory.unpack(packed)
+
+    with_own_id = last_of("a", "b")
+    with_same_id = last_of("a", "a")
+    assert len(with_own_id.record) == 1
+    assert with_same_id.record == with_own_id.record
+    assert np.array_equal(with_same_id.log_probs, with_own_id.log_probs)
