@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -111,7 +112,7 @@ def _check_factor(schedule: SamplingSchedule) -> None:
         logits, torch.ones(len(rows)), generated, step=rows, answer=rows % 4, answers=torch.full_like(rows, 4)
     )
 
-    def answer(at: NextTokens) -> Tensor | None:
+    def answer(at: NextTokens) -> Any:
         return answered(f"{schedule.name}: factor()", lambda: schedule.factor(at), "It must accept any positions.")
 
     def factor(at: NextTokens) -> Tensor:
