@@ -7,7 +7,8 @@ A comparison trains two strategies with each of 3, 5 or 10 seeds; a trained mode
 problems, of which 32 responses are counted. What differs from run to run is drawn on the logit scale: an effect of the
 seed that both strategies share, one of the run, one of the run on each problem; in one world a run in ten collapses.
 The truth is the mean difference over all seeds on these problems. Then: eight equal strategies held against one
-baseline, and how often any of them is called different; and two tasks pooled.
+baseline, and how often any of them is called different; and two tasks pooled. At last one seed of equal strategies,
+with few problems.
 """
 
 import warnings
@@ -26,6 +27,8 @@ from ngrpo.workbench.statistics import LEVEL, bounds
 
 PROBLEMS = 16
 RESPONSES = 32
+FEW_PROBLEMS = (6, 8, 12, 16, 32)
+RESPONSES_OF_FEW = 8  # to each of few problems
 GAIN = 0.3  # of the better strategy, in logits
 SEEDS = (3, 5, 10)
 _REPLICATES = 2000
@@ -140,6 +143,21 @@ def false_findings(world: World, seeds: int, trials: int, strategies: int = 8) -
     return uncorrected / trials, corrected / trials
 
 
+def found_with_one_seed(problems: int, trials: int) -> tuple[float, float]:
+    """How often intervals of a difference between equal strategies leave out 0: percentile, and expanded percentile."""
+    draw = np.random.default_rng(problems)
+    ease = draw.normal(0.0, 1.0, (trials, 1, problems))
+    solved = draw.binomial(RESPONSES_OF_FEW, 1 / (1 + np.exp(-ease)), (trials, 2, problems)) / RESPONSES_OF_FEW
+    weights = resampled(draw, problems, _REPLICATES)
+    found = np.zeros(2)
+    for ours, baseline in solved:
+        replicates = weights @ (ours - baseline)
+        for method, (low, high) in enumerate((bounds(replicates), bounds(replicates, problems))):
+            found[method] += not low <= 0.0 <= high
+    percentile_share, expanded_share = found / trials
+    return float(percentile_share), float(expanded_share)
+
+
 class PooledCoverage(NamedTuple):
     """How often intervals of two pooled tasks hold the truth.
 
@@ -194,6 +212,7 @@ def main() -> None:
     _print_false_findings(few_trials)
     _print_detectable()
     _print_pooled(few_trials)
+    _print_one_seed(trials)
 
 
 def _print_intervals(trials: int) -> None:
@@ -235,6 +254,13 @@ def _print_pooled(trials: int) -> None:
         shares = pooled_coverage((WORLDS[0], WORLDS[1]), seeds, trials)
         cells = f"{shares.welch:.3f}  {shares.bootstrap:.3f}  {shares.improvement:.3f}"
         print(f"{seeds:>2} seeds  {cells}", flush=True)
+
+
+def _print_one_seed(trials: int) -> None:
+    print(f"\nequal strategies with one seed, called different ({trials} trials): percentile -> expanded percentile")
+    for problems in FEW_PROBLEMS:
+        percentile_share, expanded_share = found_with_one_seed(problems, trials)
+        print(f"{problems:>2} problems  {percentile_share:.3f} -> {expanded_share:.3f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -308,13 +308,13 @@ def _intervals(stats: PromptStatistics, baseline: PromptStatistics | None, seed:
         return {"intervals": dict.fromkeys(curves), "difference": None}
 
     draws = resamples(prompts, seed)
-    intervals = {name: list(bounds(curve(stats, draws))) for name, curve in curves.items()}
+    intervals = {name: list(bounds(curve(stats, draws), prompts)) for name, curve in curves.items()}
     if baseline is None or baseline is stats:
         return {"intervals": intervals, "difference": None}
 
     difference = {}
     for name, curve in curves.items():
         value = curve(stats, stats.everyone) - curve(baseline, stats.everyone)
-        low, high = bounds(curve(stats, draws) - curve(baseline, draws))
+        low, high = bounds(curve(stats, draws) - curve(baseline, draws), prompts)
         difference[name] = with_noise({"value": float(value[0]), "low": low, "high": high}, prompts)
     return {"intervals": intervals, "difference": difference}

@@ -22,6 +22,13 @@ def test_one_seed_resamples_the_problems_and_says_so() -> None:
     assert result["high"] == pytest.approx(0.598, abs=0.015)
 
 
+def test_a_bootstrap_interval_of_eight_problems_by_hand() -> None:
+    """Student's t with 7 degrees of freedom is 2.3646 at 97.5%; √(8/7) · 2.3646 = 2.5279, and Φ(−2.5279) = 0.00574."""
+    replicates = np.linspace(0.0, 1.0, 100_001)
+    assert statistics.bounds(replicates, 8) == pytest.approx((0.00574, 0.99426), abs=1e-5)
+    assert statistics.bounds(replicates) == pytest.approx((0.025, 0.975))
+
+
 def test_interval_over_seeds_by_hand() -> None:
     """Seeds with means 0.2, 0.4, 0.6 (whatever their problems): mean 0.4, standard deviation 0.2, standard error
     0.11547; the 97.5% quantile of t with 2 degrees of freedom is 4.30265, so the half is 0.49683."""
