@@ -81,6 +81,7 @@ MUTATIONS = {
     ],
     ("ngrpo/workbench/statistics.py", _SIGNIFICANCE): [
         ("low = max(low, 0.0)", "low = low", "a share below 0"),
+        ("math.sqrt(problems / (problems - 1)) * t.ppf", "t.ppf", "bootstrap: the divisor n of few problems"),
         ("float(np.ptp(values)) <= TIE", "float(np.ptp(values)) == 0.0", "ties need equal bits"),
         ("if problems > seeds and", "if problems >= seeds and", "Wilson: of as many problems as seeds"),
         (
