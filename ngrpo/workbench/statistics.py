@@ -79,7 +79,7 @@ def bounds(replicates: np.ndarray, problems: int | None = None) -> tuple[float, 
     if problems is not None:
         from scipy.stats import norm, t
 
-        tail = norm.cdf(math.sqrt(problems / (problems - 1)) * t.ppf(tail, problems - 1))
+        tail = float(norm.cdf(math.sqrt(problems / (problems - 1)) * t.ppf(tail, problems - 1)))
     low, high = np.quantile(replicates, [tail, 1 - tail])
     return float(low), float(high)
 
