@@ -466,17 +466,13 @@ class RolloutPerturber:
         if self._store.slots > len(self._row_of_slot):
             self._grow(self._store.slots)
         self._last_position[slot] = -1
-        self._forget_rows()
+        self._row_of_slot[self._rows.slots] = -1
+        self._rows = NO_ROWS  # the next batch is looked up even with the same names: a new request may have an old one
         self._gate.reset(slot, prompt)
         if self.masks is not None:
             self.masks.clear(slot)
         if self.routed is not None:
             self.routed.clear(slot)
-
-    def _forget_rows(self) -> None:
-        """Has the next batch looked up, also where its names are the last one's: a new request may have an old name."""
-        self._row_of_slot[self._rows.slots] = -1
-        self._rows = NO_ROWS
 
     def _grow(self, slots: int) -> None:
         """Makes room for more trajectories."""

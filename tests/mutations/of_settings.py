@@ -46,7 +46,7 @@ MUTATIONS = {
             "arms: an option that allows one value is swept",
         ),
         (
-            "(other.spec, other.training) == (spec, arm.training)",
+            "(other.spec, _read_numbers(other.training)) == (spec, flags)",
             "other.spec == spec",
             "arms: others by a flag are the same",
         ),

@@ -123,7 +123,7 @@ MUTATIONS = {
         ),
     ],
     ("perturbations/seeds.py", "rollout/test_requests.py"): [
-        ("trajectory_seed(perturbation, engine) &", "trajectory_seed(perturbation) &", "engines share their seeds"),
+        ("(perturbation_seed, engine_seed) &", "(perturbation_seed) &", "engines share their seeds"),
     ],
     ("perturbations/gates/default.py", "perturbations/gates/test_default.py"): [
         ("step.positions <= self._ended[rows]", "step.positions < self._ended[rows]", "until: the end is drawn again"),
@@ -136,13 +136,17 @@ MUTATIONS = {
     ],
     ("ngrpo/workbench/compare/results.py", "workbench/test_statistics.py"): [
         (
-            "value == 0.0 and all_equal",
-            "value >= 0.0 and all_equal",
+            "if abs(value) <= statistics.TIE and all_equal",
+            "if value >= 0.0 and all_equal",
             "verdict: a difference without an interval is none",
         ),
     ],
     ("ngrpo/workbench/statistics.py", "workbench/test_statistics.py"): [
-        ("low <= 0.0 <= high", "low < 0.0 < high", "bootstrap: 0 at the end of an interval"),
+        (
+            'difference["low"] <= 0.0 <= difference["high"]',
+            'difference["low"] < 0.0 < difference["high"]',
+            "bootstrap: 0 at the end of an interval",
+        ),
     ],
     ("ngrpo/workbench/evaluate/sample_comparison.py", "workbench/evaluate/test_sample_comparison.py"): [
         ("right / m >= tau", "right / m > tau", "cover: exactly the share is too few"),
