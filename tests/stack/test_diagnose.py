@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ngrpo diagnose` on a real engine: four prompts of the arithmetic task, four answers each."""
+"""`ngrpo diagnose` on a real engine: six prompts of the arithmetic task, four answers each."""
 
 import json
 import math
@@ -21,6 +21,7 @@ from ngrpo.workbench.evaluate import load_task
 
 NAMES = "none,neighbor:rate=0,neighbor:rate=0.3,gaussian,gaussian:sigma=20,gumbel"
 WILD = "gaussian sigma=20"
+PROMPTS = 6  # the fewest of which a difference can be beyond noise
 SAMPLING = GroupSampling(group=4, max_tokens=16)
 WORDS = "because,number,green"
 
@@ -49,7 +50,7 @@ def diagnosed(engine: Any, model: str, tmp_path_factory: pytest.TempPathFactory)
         try:
             result = diagnose(
                 model,
-                load_task("arithmetic", limit=4),
+                load_task("arithmetic", limit=PROMPTS),
                 parse_arms(NAMES),
                 out=folder,
                 sampling=SAMPLING,
@@ -152,7 +153,7 @@ def test_noise_of_twenty_times_the_embedding_is_not_valid(diagnosed: Diagnosed) 
 
 
 def test_perplexity_is_that_of_a_hugging_face_forward(diagnosed: Diagnosed, hf_model: Any, engine: Any) -> None:
-    problems = {problem.id: problem for problem in load_task("arithmetic", limit=4)}
+    problems = {problem.id: problem for problem in load_task("arithmetic", limit=PROMPTS)}
     for name in ("none", WILD):
         samples = samples_of(diagnosed.folder)[name]
         for sample in samples[::4]:
@@ -169,7 +170,7 @@ def test_perplexity_is_that_of_a_hugging_face_forward(diagnosed: Diagnosed, hf_m
 
 def test_the_same_seed_gives_the_same_samples(diagnosed: Diagnosed, engine: Any, model: str, tmp_path: Path) -> None:
     name = "neighbor rate=0.3"
-    problems = load_task("arithmetic", limit=4)
+    problems = load_task("arithmetic", limit=PROMPTS)
     strategies = parse_arms("neighbor:rate=0.3")
     diagnose(model, problems, strategies, out=tmp_path / "again", sampling=SAMPLING, llm=engine)
     before = samples_of(diagnosed.folder)[name]
