@@ -4,6 +4,7 @@
 from contextlib import suppress
 from dataclasses import fields, replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 from ngrpo.config.feature_kinds import (
@@ -31,6 +32,7 @@ from ngrpo.config.feature_kinds import (
 from ngrpo.config.lora_check import TARGET_MODULES
 from ngrpo.machine.models import architecture
 from ngrpo.machine.upstream.openrlhf_flags import SIZES, Flags
+from ngrpo.machine.upstream.sampling import logit_changes
 from ngrpo.methods.advantages.base import VerifiedAdvantage
 from perturbations.base import Perturbation
 from perturbations.errors import UsageError
@@ -348,27 +350,15 @@ VLLM_SERVER = when(
     "a vLLM server", lambda combination: getattr(combination.settings, "vllm_mode", "colocate") != "colocate"
 )
 LIGER = when("use_liger_kernel", lambda combination: getattr(combination.settings, "use_liger_kernel", False))
-
-
 TRL_TENSOR_PARALLEL = when(
     "vllm_tensor_parallel_size above 1",
     lambda combination: getattr(combination.settings, "vllm_tensor_parallel_size", 1) > 1,
 )
-
-# Parameters of vLLM that change the probabilities of tokens, with the values that change nothing.
-_PENALTIES: dict[str, tuple[Any, ...]] = {
-    "repetition_penalty": (None, 1.0),
-    "presence_penalty": (None, 0.0),
-    "frequency_penalty": (None, 0.0),
-    "logit_bias": (None, {}),
-    "allowed_token_ids": (None, []),
-    "bad_words": (None, []),
-    "min_tokens": (None, 0),
-    "thinking_token_budget": (None, -1),
-    "structured_outputs": (None,),
-    "vllm_structured_outputs_regex": (None,),
+_FILTERS_OFF: dict[str, tuple[Any, ...]] = {
+    "top_p": (None, 1.0),
+    "top_k": (None, 0, -1),
+    "min_p": (None, 0.0),
 }
-_FILTERS: dict[str, tuple[Any, ...]] = {"top_p": (None, 1.0), "top_k": (None, 0, -1), "min_p": (None, 0.0)}
 
 
 @partial(
@@ -385,17 +375,21 @@ def filtered_weights(combination: Combination) -> str:
     comparisons = {"vllm_importance_sampling_correction": (None, False), "off_policy_mask_threshold": (None,)}
     compared = [name for name, off in comparisons.items() if getattr(settings, name, None) not in off]
     generation_kwargs = getattr(settings, "generation_kwargs", None) or {}
-    neutral = dict(_PENALTIES)
+    params = SimpleNamespace(**{**getattr(settings, "__dict__", {}), **generation_kwargs})
+    changes = logit_changes(params)
+    unchanged: dict[str, tuple[Any, ...]] = {"vllm_structured_outputs_regex": (None,)}
     if not combination.arguments.get("correct_mask"):
-        neutral |= _FILTERS
+        unchanged |= _FILTERS_OFF
     if "temperature" in generation_kwargs:  # the trainer divides its logits by TRL's own
-        neutral["temperature"] = (getattr(settings, "temperature", 1.0),)
-    changes = []
-    for name, values in neutral.items():
-        value = generation_kwargs.get(name, getattr(settings, name, None))
+        unchanged["temperature"] = (getattr(settings, "temperature", 1.0),)
+    for name, values in unchanged.items():
+        value = getattr(params, name, None)
         if value not in values:
-            changes.append(f"{name}={value!r}")
-    return f"{', '.join(changes)} with {' and '.join(compared)}" if changes and compared else ""
+            changes[name] = value
+    if not (changes and compared):
+        return ""
+    words = ", ".join(f"{name}={value!r}" for name, value in changes.items())
+    return f"{words} with {' and '.join(compared)}"
 
 
 @partial(Feature, "a KL term in the reward")

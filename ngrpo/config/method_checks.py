@@ -6,7 +6,6 @@ A schedule runs in vLLM's workers, where a look at its values would wait for the
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import fields
 from functools import partial
 from typing import Any
 
@@ -18,7 +17,7 @@ from ngrpo.methods.credits.base import Credit, StepTokens
 from ngrpo.methods.policy_noises.base import PolicyNoise
 from ngrpo.methods.sampling_schedules.base import NextTokens, PastStep, Run, SamplingSchedule
 from perturbations.testing import Check, PerturbationError, outcomes
-from perturbations.testing.report import answered, check_answers, check_tensor, differing, require
+from perturbations.testing.report import answered, check_answers, check_repeatable, check_tensor, require
 
 _STEPS = 100  # training steps of the synthetic run
 _NAMES = ("model.embed_tokens.weight", "model.layers.0.self_attn.q_proj.weight", "model.layers.0.mlp.up_proj.weight")
@@ -54,29 +53,17 @@ def _credit_checks(credit: Credit) -> Iterator[Check]:
 
 def _check_credit(credit: Credit, label: str, tokens: StepTokens) -> None:
     where = f"{credit.name}, {label}:"
-    copies = {field.name: getattr(tokens, field.name).clone() for field in fields(tokens)}
 
-    def formula() -> Tensor:
-        return answered(f"{where} formula()", lambda: credit.formula(tokens), "It must accept any tokens.")
+    def formula(tokens: StepTokens) -> Tensor:
+        advantages = answered(f"{where} formula()", lambda: credit.formula(tokens), "It must accept any tokens.")
+        shape = (len(tokens.answers),)
+        check_tensor(f"{where} what formula() returns", advantages, shape, torch.float32, torch.device("cpu"))
+        not_finite = advantages[~advantages.isfinite()].tolist()
+        require(not not_finite, f"{where} formula() gives {not_finite[:1]}.", "Clamp before divisions and logarithms.")
+        return advantages
 
-    advantages = formula()
-    check_tensor(
-        f"{where} what formula() returns", advantages, (len(tokens.answers),), torch.float32, torch.device("cpu")
-    )
-    not_finite = advantages[~advantages.isfinite()].tolist()
-    require(not not_finite, f"{where} formula() gives {not_finite[:1]}.", "Clamp before divisions and logarithms.")
-    for name, copy in copies.items():
-        require(
-            torch.equal(copy, getattr(tokens, name)),
-            f"{where} formula() changes tokens.{name} in place, which others read after it.",
-            f"Work on a copy: tokens.{name}.clone(), or methods without a trailing underscore.",
-        )
-    difference = differing(advantages, formula(), exact=True)
-    require(
-        not difference,
-        f"{where} formula() gives two results for the same tokens, {difference}.",
-        "Draw with perturbations.streams, from streams.keys(tokens.seeds, …), and keep no state between calls.",
-    )
+    draws = "Draw with perturbations.streams, from streams.keys(tokens.seeds, …)."
+    advantages = check_repeatable(where, "formula()", formula, tokens, prefix="tokens.", draws=draws, what="tokens")
     keeps_or_drops = (advantages == tokens.advantages) | (advantages == 0.0)
     require(
         not credit.keeps_sums or keeps_or_drops.all(),

@@ -2,8 +2,7 @@
 """A request's arguments for its perturbation: how they are checked, and what they change in vLLM's front end.
 
 They are checked in the caller's process, because a worker that fails takes its engine along. The samples of one request
-are numbered, and its cached blocks get keys of their own. Also here: which of a request's sampling parameters change
-the logits, so that its recorded log π is not the model's. The functions that take an ``original`` are rows of
+are numbered, and its cached blocks get keys of their own. The functions that take an ``original`` are rows of
 `ngrpo.patches`.
 """
 
@@ -14,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ngrpo.machine.upstream.patch import around
+from ngrpo.machine.upstream.sampling import logit_changes
 from ngrpo.machine.upstream.types import InputProcessor, ModelConfig, Request, SamplingParams
 from ngrpo.rollout.settings import KEY, read, request_arguments
 from perturbations import ReplayRecord, UsageError
@@ -46,32 +46,6 @@ _ALLOWED = {
 _FIRST_POSITION = "perturbation_first_position"
 RETURN_RECORD = "return_record"
 """An argument of the server's requests alone: the response is to have its record and its log-probabilities."""
-
-LOGITS_UNCHANGED: dict[str, Any] = {
-    "repetition_penalty": 1.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "min_tokens": 0,
-    "logit_bias": None,
-    "bad_words": [],  # what vLLM makes of None
-    "allowed_token_ids": None,
-    "structured_outputs": None,
-    "thinking_token_budget": None,  # 0 ends the thinking at once
-}
-"""vLLM's sampling parameters that change logits before they are recorded, with the values that change nothing.
-
-Temperature, top-p, top-k and min-p are not among them: log π is recorded at the temperature and before the filters.
-"""
-
-
-def logit_changes(params: SamplingParams) -> dict[str, Any]:
-    """The parameters of :data:`LOGITS_UNCHANGED` by which a request changes its logits, with their values."""
-    changes: dict[str, Any] = {}
-    for name, neutral in LOGITS_UNCHANGED.items():
-        value = getattr(params, name, None)
-        if value not in (neutral, None, [], {}):
-            changes[name] = value
-    return changes
 
 
 def checked(params: SamplingParams, model_config: ModelConfig) -> SamplingParams:

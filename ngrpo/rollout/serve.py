@@ -8,7 +8,7 @@ A request to ``/v1/completions`` or ``/v1/chat/completions`` may have a field ``
 - ``record``: the record of earlier turns, in base64; its inputs are replayed in the prompt;
 - ``return_record``: true for the response's record, which each choice then has as ``perturbation_record``, in base64
   (`perturbations.ReplayRecord.from_bytes`), with ``perturbation_log_probs``, a number for each token. Refused with
-  penalties, biases and lists of tokens, which change the probabilities (`request_arguments.LOGITS_UNCHANGED`).
+  penalties, biases and lists of tokens, which change the probabilities (`ngrpo.machine.upstream.sampling`).
 
 vLLM passes on no objects, so the field travels to the workers as JSON text. What is sent to these two paths must be a
 JSON object. Requests to other paths, and requests without the field, are passed on as they are.

@@ -42,7 +42,7 @@ class PerturbedGRPOTrainer(GRPOTrainer):
         perturbation: a spec for :func:`perturbations.create`; ``{"name": "none"}`` for none.
         replay_routing: for a mixture of experts: forwards take the experts that the rollouts chose.
         correct_mask: under ``top_p``, ``top_k`` or ``min_p``: log-probabilities are over the tokens that these left.
-        vllm_options: keyword arguments of the colocated ``vllm.LLM``, such as ``enforce_eager``; they go before TRL's.
+        vllm_options: keyword arguments of the colocated ``vllm.LLM``, such as ``enforce_eager``, in place of TRL's own.
 
     Raises:
         UsageError: for settings under which a rollout would not be replayed, such as a vLLM server or tools.
@@ -175,7 +175,7 @@ def _with_additional_config(options: Mapping[str, Any], of_engine: Mapping[str, 
 
 @contextmanager
 def _perturbed_engine(options: Mapping[str, Any]) -> Iterator[None]:
-    """TRL builds its engine in this context as ours, with these keyword arguments of ``vllm.LLM`` before its own."""
+    """TRL builds its engine in this context as ours, with these arguments of ``vllm.LLM`` in place of its own."""
     generation = grpo_trainer.VLLMGeneration
     llm = vllm_generation.LLM
     grpo_trainer.VLLMGeneration = _PerturbedGeneration

@@ -156,24 +156,26 @@ def _values(value: object) -> dict[str, Any]:
 STEP_DRAWS = "Draw with step.uniform, step.gumbel, step.normal or step.draws: the same wherever a position is computed."
 
 
-def check_answers(
+def check_repeatable(
     where: str,
     method: str,
     call: Callable[[_Step], _Result],
     step: _Step,
     *,
-    prefix: str = "step.",
-    draws: str = STEP_DRAWS,
+    prefix: str,
+    draws: str,
+    what: str = "step",
 ) -> _Result:
-    """The result for a step, which must be repeatable, each row's own, and leave step and global generators alone.
+    """The result for a step, which must be repeatable, and leave the step and global generators alone.
 
     Args:
         where: owner and step, for messages.
         method: its name, for messages.
-        call: maps a dataclass with 7 rows to a tensor or a dataclass of tensors.
+        call: maps a dataclass to a tensor or a dataclass of tensors.
         step: the dataclass.
         prefix: what is before the names of the step's fields in messages.
         draws: how to draw, for messages.
+        what: the step in a word, for messages.
     """
     values = _values(step)
     for name, state in _values(values.get("state")).items():
@@ -197,9 +199,23 @@ def check_answers(
     difference = differing(result, call(step), exact=True)
     require(
         not difference,
-        f"{where} {method} gives two results for the same step, {difference}.",
+        f"{where} {method} gives two results for the same {what}, {difference}.",
         f"Keep no state between calls. {draws}",
     )
+    return result
+
+
+def check_answers(
+    where: str,
+    method: str,
+    call: Callable[[_Step], _Result],
+    step: _Step,
+    *,
+    prefix: str = "step.",
+    draws: str = STEP_DRAWS,
+) -> _Result:
+    """The result for a step of 7 rows, which must be each row's own, and as :func:`check_repeatable` asks."""
+    result = check_repeatable(where, method, call, step, prefix=prefix, draws=draws)
     order = torch.tensor(_ORDER)
     selections = {"in another batch order": order}
     for index in range(len(order)):

@@ -337,8 +337,9 @@ def read_scalars(folder: Path, files: Iterable[str]) -> Series:
         events = EventAccumulator(str(folder / file), size_guidance={SCALARS: 0})
         events.Reload()
         logged = {tag: {event.step: event.value for event in events.Scalars(tag)} for tag in _tags(events, "scalars")}
+        steps = {step for by_step in logged.values() for step in by_step}
         for values in series.values():
-            _drop_after(values, {step for by_step in logged.values() for step in by_step})
+            _drop_after(values, steps)
         for tag, by_step in logged.items():
             series.setdefault(tag, {}).update(by_step)
     return {tag: dict(sorted(values.items())) for tag, values in sorted(series.items()) if values}
@@ -349,7 +350,10 @@ def _drop_after(values: dict[int, Any], logged: Collection[int]) -> None:
 
     It began at a checkpoint before them, so that they belong to weights that are gone.
     """
-    for step in [step for step in values if logged and step > max(logged)]:
+    if not logged:
+        return
+    last = max(logged)
+    for step in [step for step in values if step > last]:
         del values[step]
 
 

@@ -12,9 +12,10 @@ import numpy as np
 
 from ngrpo.config.run import current_run
 from ngrpo.machine.hardware import cpu, processes
+from ngrpo.machine.upstream.sampling import LOGITS_UNCHANGED, logit_changes
 from ngrpo.machine.upstream.types import SamplingParams, Upstream
 from ngrpo.rollout import records, settings
-from ngrpo.rollout.request_arguments import LOGITS_UNCHANGED, in_words, logit_changes
+from ngrpo.rollout.request_arguments import in_words
 from ngrpo.trainers.common import sample_records, weights_file
 from ngrpo.trainers.openrlhf import fresh_rollouts, pictures, rewards, second_round
 from perturbations import registry, seeds
@@ -345,9 +346,9 @@ async def unperturbed_response(
     params.top_p = 1.0
     params.top_k = 0
     params.min_p = 0.0
-    for name, neutral in LOGITS_UNCHANGED.items():
+    for name, unchanged in LOGITS_UNCHANGED.items():
         if name != "min_tokens":
-            setattr(params, name, neutral)
+            setattr(params, name, unchanged[0])
     # OpenRLHF gives all responses a min_tokens of 1, which takes the end's probability from the first token. That is a
     # part of every response's mismatch, and so of the scale.
     params.min_tokens = min(params.min_tokens or 0, params.max_tokens)

@@ -2,6 +2,7 @@
 """`ngrpo check credit`, `policy_noise` and `sampling_schedule`: ours pass, a broken one is refused."""
 
 from dataclasses import dataclass
+from itertools import count
 
 import pytest
 import torch
@@ -67,12 +68,14 @@ class Everywhere(PolicyNoise):
 
 OWN = {"credit": Half, "sampling_schedule": Warm, "policy_noise": Everywhere}
 
+CALLS = count(1)  # state between the calls of a method
 BROKEN = [
     ("credit", "formula", lambda self, tokens: tokens.advantages / tokens.entropies, "formula() gives [nan]"),
     ("credit", "formula", lambda self, tokens: tokens.advantages.mean(), "has shape ()"),
     ("credit", "formula", lambda self, tokens: tokens.advantages.double(), "is torch.float64"),
     ("credit", "formula", lambda self, tokens: tokens.advantages.mul_(0.5), "changes tokens.advantages in place"),
-    ("credit", "formula", lambda self, tokens: torch.rand(len(tokens.answers)), "two results for the same tokens"),
+    ("credit", "formula", lambda self, tokens: torch.rand(len(tokens.answers)), "a global random generator"),
+    ("credit", "formula", lambda self, tokens: tokens.advantages * next(CALLS), "two results for the same tokens"),
     ("credit", "keeps_sums", True, "keeps_sums is True"),
     ("credit", "__post_init__", lambda self: None, "share=-1.0, which is out of range, is accepted"),
     (
