@@ -4,6 +4,7 @@
 import argparse
 import gzip
 import json
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -36,9 +37,20 @@ def published(out: Path) -> dict[str, Results]:
     return {file.parent.name: json.loads(gzip.decompress(file.read_bytes())) for file in out.glob(f"*/{_PACKED}")}
 
 
-def each_joined(first: Mapping[str, Results], more: Mapping[str, Results]) -> dict[str, Results]:
-    """The comparisons of ``more`` by the names of their folders, each joined to that of ``first`` with its name."""
-    return {name: joined(first[name], results) if name in first else results for name, results in more.items()}
+def each_joined(
+    parser: argparse.ArgumentParser, first: Mapping[str, Results], more: Mapping[str, Results]
+) -> dict[str, Results]:
+    """The comparisons of ``more`` by the names of their folders, each joined to that of ``first`` with its name.
+
+    ``parser`` ends the program where two of a name cannot be joined.
+    """
+    together = {}
+    for name, results in more.items():
+        try:
+            together[name] = joined(first[name], results) if name in first else results
+        except ValueError as error:
+            parser.error(f"{name}: {error}")
+    return together
 
 
 def joined(first: Results, more: Results) -> Results:
@@ -46,17 +58,23 @@ def joined(first: Results, more: Results) -> Results:
 
     Args:
         first: its baseline and threshold are taken; of what ``first`` and ``more`` have, its row stays.
-        more: of the same task and model, and counted with the same threshold where there is one.
+        more: trained and evaluated in the same way, and counted with the same threshold where there is one.
 
     Returns:
-        With ``repeated``: the runs of ``more`` that ``first`` has too, each with its processor.
+        With ``repeated``: the runs of ``more`` that ``first`` has too, each with its processor; and with
+        ``further_commands``: those that started the parts after the first one.
+
+    Raises:
+        ValueError: where the two were not trained or evaluated in the same way.
     """
-    names = [row["strategy"] for row in more["summary"]]
     baseline = first["baseline"]
-    what = f"{first['task']} with {first['model']}"
-    what_more = f"{more['task']} with {more['model']}"
-    if what != what_more or baseline not in names:
-        raise ValueError(f"{what} against {baseline} has no part in {what_more} of {names}")
+    names = [row["strategy"] for row in more["summary"]]
+    if baseline not in names:
+        raise ValueError(f"a part of {names} has no runs of {baseline}, against which the others are compared")
+    conditions_more = _conditions(more)
+    for name, value in _conditions(first).items():
+        if value != conditions_more[name]:
+            raise ValueError(f"parts with different {name} are not joined: {value} and {conditions_more[name]}")
     strategies = _union(first["strategies"], more["strategies"], "id")
     runs = _union(first["runs"], more["runs"], "id")
     run_ids = {run["id"] for run in first["runs"]}
@@ -68,6 +86,7 @@ def joined(first: Results, more: Results) -> Results:
         "strategies": strategies,
         "runs": runs,
         "repeated": [*first.get("repeated", ()), *repeated],
+        "further_commands": [*first.get("further_commands", ()), more["command"]],
         "diagnosis": _joined_diagnosis(first["diagnosis"], more["diagnosis"]) if first["diagnosis"] else None,
         "summary": results.summarise(
             runs,
@@ -75,6 +94,18 @@ def joined(first: Results, more: Results) -> Results:
             baseline,
             first["summary"][0].get("above", {}).get("threshold"),
         ),
+    }
+
+
+def _conditions(results: Results) -> dict[str, Any]:
+    """What the runs of a comparison share, by name: what they are trained on and how, and how they are evaluated."""
+    untrained = results["untrained"] or {}
+    return {
+        "models": results["model"],
+        "tasks": results["task"],
+        "flags": shlex.join(results["openrlhf_args"]),
+        "numbers of responses": untrained.get("n"),
+        "sampling": untrained.get("sampling"),
     }
 
 

@@ -199,8 +199,8 @@ def _task_lines(results: Results) -> list[str]:
         "shift at step 1",
         "neighbor sets changed at the end",
     ]
-    command = ["```text", shlex.join(results["command"]), "```"]
-    return [summary, "", *command, "", *table_lines(head, strategies(results))]
+    commands = [shlex.join(command) for command in (results["command"], *results.get("further_commands", ()))]
+    return [summary, "", "```text", *commands, "```", "", *table_lines(head, strategies(results))]
 
 
 def main() -> None:
@@ -216,7 +216,7 @@ def main() -> None:
     tasks = comparisons(parser, options.study, "`make study`")
     if options.join:
         earlier = published(options.out)
-        tasks = dict(sorted((earlier | each_joined(earlier, tasks)).items()))
+        tasks = dict(sorted((earlier | each_joined(parser, earlier, tasks)).items()))
     pairs: dict[str, Any] = datafiles.read_yaml(
         options.contrasts, flag="--contrasts", example="'name: [neighbor, none]'"
     )

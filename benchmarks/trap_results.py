@@ -172,7 +172,7 @@ def main() -> None:
             parser.error(f"{name}: runs were not counted; give the comparison --threshold")
     old_tasks = published(options.out)
     if options.join:
-        tasks = each_joined(old_tasks, tasks)
+        tasks = each_joined(parser, old_tasks, tasks)
     tables = report(dict(sorted((old_tasks | tasks).items())))
     is_published = options.study.resolve() == options.out.resolve()
     publish(tasks, options.out, tables, options.tables, with_results=not is_published)

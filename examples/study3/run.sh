@@ -6,21 +6,23 @@
 # Killed, or with runs that failed, the same command continues: finished runs are kept. More words reach both
 # comparisons, e.g. --seeds 0,1,2 for the first seeds. TASKS=gcd runs one of the two and publishes nothing; STEPS=2 is
 # for a rehearsal and needs another FOLDER; RESULTS=FOLDER publishes elsewhere. On a machine that does not have the
-# folder of earlier seeds, take another FOLDER and only the missing seeds: JOIN=1 adds them to those already published.
+# folder of earlier seeds, take only the missing seeds: JOIN=1 adds them to those already published.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
 out=${1:-runs/study3}
 shift || true
+# The same files for every part of the study: parts are joined only where they were trained on the same task.
+problems=${PROBLEMS:-runs/study3-problems}
 steps=${STEPS:-16}
 status=0
 for task in ${TASKS:-gcd products}; do
-  python examples/study/problems.py "$task" "$out-problems" 32
+  python examples/study/problems.py "$task" "$problems" 32
   # A run that failed (1) does not keep the other task waiting.
   ngrpo compare --config examples/study3/study.yaml --out "$out/$task" --data.max_samples $((8 * steps)) \
-    --task "math:$out-problems/$task-train.jsonl" --eval.dataset "$out-problems/$task-eval.jsonl" \
-    --eval.data "$out-problems/$task-eval.jsonl" --eval.scorer math \
-    --diagnose.data "$out-problems/$task-eval.jsonl" --diagnose.scorer math "$@" ||
+    --task "math:$problems/$task-train.jsonl" --eval.dataset "$problems/$task-eval.jsonl" \
+    --eval.data "$problems/$task-eval.jsonl" --eval.scorer math \
+    --diagnose.data "$problems/$task-eval.jsonl" --diagnose.scorer math "$@" ||
     { status=$?; [ $status = 1 ] || exit $status; }
 done
 if [ -z "${TASKS:-}" ]; then

@@ -100,7 +100,8 @@ def test_parts_of_a_study_are_joined_to_the_whole(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(publishing, "write_report", lambda data, path: None)
     Path("contrasts.yaml").write_text("helps: [neighbor, none]\n")
     whole = example(steps=2)
-    parts = [("sums", part(whole, {0})), ("sums", part(whole, {1, 2})), ("more", whole)]
+    rest = {**part(whole, {1, 2}), "command": ["ngrpo", "compare", "--seeds", "1,2"]}
+    parts = [("sums", part(whole, {0})), ("sums", rest), ("more", whole)]
     for number, (task, results) in enumerate(parts):
         folder = Path(f"part{number}", task)
         folder.mkdir(parents=True)
@@ -113,13 +114,25 @@ def test_parts_of_a_study_are_joined_to_the_whole(tmp_path: Path, monkeypatch: p
     assert sorted(together) == ["more", "sums"]
     assert together["sums"]["summary"] == whole["summary"]
     assert {run["id"] for run in together["sums"]["runs"]} == {run["id"] for run in whole["runs"]}
-    assert "(3 seeds)" in Path("out/tables.md").read_text()
+    tables = Path("out/tables.md").read_text()
+    assert "(3 seeds)" in tables
+    assert "\nngrpo compare --seeds 1,2\n" in tables
 
 
-def test_parts_with_another_model_are_not_joined() -> None:
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"model": "other"}, "parts with different models are not joined: smollm2-135m and other"),
+        ({"task": "math:elsewhere/train.jsonl"}, "different tasks"),
+        ({"openrlhf_args": ["--actor.adam.lr", "1e-6"]}, "different flags"),
+        ({"untrained": {"n": 1}}, "different numbers of responses"),
+        ({"summary": [{"strategy": "neighbor"}]}, r"\['neighbor'\] has no runs of none"),
+    ],
+)
+def test_parts_that_were_run_differently_are_not_joined(changed: dict[str, Any], message: str) -> None:
     whole = example(steps=2)
-    with pytest.raises(ValueError, match="against none has no part in arithmetic with other of"):
-        publishing.joined(whole, {**whole, "model": "other"})
+    with pytest.raises(ValueError, match=message):
+        publishing.joined(whole, {**whole, **changed})
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,8 @@ def test_groups_of_arms_are_taken_one_after_another(task: str, file: str, tmp_pa
 
 def test_the_third_study_compares_and_publishes_both_of_its_tasks(tmp_path: Path) -> None:
     """`ngrpo compare` gets problems that were written before it; publishing fails here, as the stub trains nothing."""
-    calls = calls_of(THIRD / "run.sh", tmp_path, RESULTS=str(tmp_path / "published"))
+    problems = str(tmp_path / "problems")
+    calls = calls_of(THIRD / "run.sh", tmp_path, RESULTS=str(tmp_path / "published"), PROBLEMS=problems)
     assert [Path(value_of(call, "--out")).name for call in calls] == ["gcd", "products"]
     for call in calls:
         held_out = Path(value_of(call, "--eval.data")).read_text().splitlines()
