@@ -45,9 +45,9 @@ def each_joined(
     ``parser`` ends the program where two of a name cannot be joined.
     """
     together = {}
-    for name, results in more.items():
+    for name, comparison in more.items():
         try:
-            together[name] = joined(first[name], results) if name in first else results
+            together[name] = joined(first[name], comparison) if name in first else comparison
         except ValueError as error:
             parser.error(f"{name}: {error}")
     return together

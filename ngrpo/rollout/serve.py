@@ -11,7 +11,8 @@ A request to ``/v1/completions`` or ``/v1/chat/completions`` may have a field ``
   penalties, biases and lists of tokens, which change the probabilities (`ngrpo.machine.upstream.sampling`).
 
 vLLM passes on no objects, so the field travels to the workers as JSON text. What is sent to these two paths must be a
-JSON object. Requests to other paths, and requests without the field, are passed on as they are.
+JSON object. Requests without the field are passed on as they are; sent to another path, the field is refused, because
+vLLM would ignore it there.
 """
 
 import base64
@@ -45,11 +46,14 @@ class PerturbationMiddleware:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["method"] != "POST" or not scope["path"].endswith(_PATHS):
+        if scope["type"] != "http" or scope["method"] != "POST":
+            return await self._app(scope, receive, send)
+        path = scope["path"]
+        if not path.endswith(_PATHS) and not _is_json(scope):  # such as an audio file
             return await self._app(scope, receive, send)
         body = await Request(scope, receive).body()
         try:
-            perturbed = _read(body)
+            perturbed = _read(body) if path.endswith(_PATHS) else _refuse_elsewhere(body, path)
         except UsageError as error:
             return await _error(str(error), "BadRequestError", 400)(scope, receive, send)
         if perturbed is None:
@@ -111,6 +115,23 @@ def _read(body: bytes) -> _PerturbedRequest | None:
         arguments[RETURN_RECORD] = True
     request[_XARGS] = {**xargs, KEY: json.dumps(arguments)}
     return _PerturbedRequest(body=request, with_record=with_record)
+
+
+def _is_json(scope: Scope) -> bool:
+    return "json" in Headers(scope=scope).get("content-type", "")
+
+
+def _refuse_elsewhere(body: bytes, path: str) -> None:
+    """Raises UsageError for a request with a perturbation, sent to a path where vLLM ignores it."""
+    try:
+        request = json.loads(body)
+    except (ValueError, RecursionError):
+        return  # vLLM says what is wrong
+    if isinstance(request, dict) and request.get(KEY) is not None:
+        raise UsageError(
+            f"the request has the field {KEY}, and {path} would ignore it."
+            f" Send it to {' or '.join(_PATHS)}, or leave the field out."
+        )
 
 
 class _HeldResponse:

@@ -206,3 +206,18 @@ def test_a_bad_request_is_refused_and_the_server_lives(
         client.completions.create(model=model, prompt="a", max_tokens=2, extra_body={"perturbation": perturbation})
     assert message in str(error.value)
     assert client.completions.create(model=model, prompt="a", max_tokens=2).choices
+
+
+@pytest.mark.parametrize("path", ["responses", "messages", "chat/completions/batch"])
+def test_a_perturbation_is_refused_where_it_would_be_ignored(client: Any, model: str, path: str) -> None:
+    import openai
+
+    request = {"model": model, "max_tokens": 2, "messages": [{"role": "user", "content": "a"}], "input": "a"}
+    with pytest.raises(openai.BadRequestError, match=f"/v1/{path} would ignore it"):
+        client.post(f"/{path}", cast_to=object, body={**request, "perturbation": {"seed": 3}})
+
+
+def test_other_requests_reach_vllm(client: Any, model: str) -> None:
+    """The middleware has read their bodies, and hands them on."""
+    response = client.post("/responses", cast_to=object, body={"model": model, "input": "a", "max_output_tokens": 2})
+    assert response["output"]
