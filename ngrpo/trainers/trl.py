@@ -16,6 +16,7 @@ from itertools import islice
 from typing import Any
 
 import torch
+from accelerate.utils import is_peft_model
 from torch import Tensor, nn
 from trl import GRPOConfig, GRPOTrainer
 from trl.generation import vllm_generation
@@ -23,6 +24,7 @@ from trl.trainer import grpo_trainer
 
 from ngrpo.config import compatibility
 from ngrpo.config.feature_kinds import Combination
+from ngrpo.machine.models import lora
 from ngrpo.rollout import records, settings
 from ngrpo.trainers.common.weights_file import reload_weights
 from ngrpo.trainers.trl_head import corrected_head
@@ -45,7 +47,8 @@ class PerturbedGRPOTrainer(GRPOTrainer):
         vllm_options: keyword arguments of the colocated ``vllm.LLM``, such as ``enforce_eager``, in place of TRL's own.
 
     Raises:
-        UsageError: for settings under which a rollout would not be replayed, such as a vLLM server or tools.
+        UsageError: for settings under which a rollout would not be replayed, such as a vLLM server or tools, and for
+            adapters that vLLM's merged weights do not stand for.
     """
 
     def __init__(
@@ -74,12 +77,17 @@ class PerturbedGRPOTrainer(GRPOTrainer):
         self._correct_mask = correct_mask
         of_engine = {
             settings.KEY: {**self._perturbation.spec(), "seed": _seed_of_process(self._perturbation.seed, config)},
+            # Without a perturbation too, records are taken, and each token is drawn as the other arms draw theirs.
+            settings.SEEDED_DRAWS: True,
             settings.ROUTED_EXPERTS: replay_routing,
             settings.SAMPLING_MASKS: correct_mask,
         }
         with _perturbed_engine(_with_additional_config(vllm_options or {}, of_engine)):
             super().__init__(*args, **kwargs)
-        freeze(self.accelerator.unwrap_model(self.model), self._perturbation)
+        model = self.accelerator.unwrap_model(self.model)
+        if is_peft_model(model):
+            lora.check_merged_in_place(model, perturbed=self._perturbation.active)
+        freeze(model, self._perturbation)
 
     def _generate_single_turn(self, prompt_ids: list[list[int]], *args: object, **kwargs: object) -> Any:
         generation = self.vllm_generation

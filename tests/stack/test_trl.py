@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from perturbations import UsageError
+
 pytest.importorskip("trl", reason="needs TRL: pip install --no-deps trl==1.16.0")
 pytestmark = pytest.mark.slow
 
@@ -122,6 +124,34 @@ def test_two_steps_and_an_evaluation(tmp_path: Path, smollm2: str, monkeypatch: 
     trained.model.train()
     roll_out(trained)
     assert trained.perturbation_gap > 1e-2, "leaving the replay out must show, or this test shows nothing"
+
+
+def test_two_steps_without_a_perturbation(tmp_path: Path, smollm2: str) -> None:
+    """The baseline is trained like the others: its records have nothing perturbed."""
+    trained = trainer(tmp_path, smollm2, perturbation={"name": "none"})
+    trained.train()
+    assert_both_steps_are_exact(trained)
+    assert [len(rollout.record) for rollout in trained._rollouts[True]] == [0] * 8
+
+
+def test_two_steps_with_adapters(tmp_path: Path, smollm2: str) -> None:
+    """TRL merges them for the engine, and its reference is the model without them."""
+    from peft import LoraConfig
+
+    adapters = LoraConfig(task_type="CAUSAL_LM", r=8, target_modules=["q_proj", "v_proj"])
+    trained = trainer(tmp_path, smollm2, {"learning_rate": 1e-3}, peft_config=adapters)
+    trained.train()
+    assert_both_steps_are_exact(trained)
+    assert logged_steps(trained)[1]["kl"] > 0.0
+
+
+def test_adapters_of_tied_embeddings_are_refused(tmp_path: Path, smollm2: str) -> None:
+    """vLLM's output layer would get the embedding's update, and the trainer's has none."""
+    from peft import LoraConfig
+
+    adapters = LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "embed_tokens"])
+    with pytest.raises(UsageError, match="its matrix is also that of lm_head"):
+        trainer(tmp_path, smollm2, perturbation={"name": "none"}, peft_config=adapters)
 
 
 @pytest.mark.parametrize(

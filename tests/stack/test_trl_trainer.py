@@ -15,7 +15,7 @@ pytest.importorskip("trl", reason="needs TRL: pip install --no-deps trl==1.16.0"
 from trl import GRPOConfig
 from trl.generation import vllm_generation
 
-from ngrpo.rollout import records
+from ngrpo.rollout import records, settings
 from ngrpo.trainers import trl as trl_trainer
 from ngrpo.trainers.trl import PerturbedGRPOTrainer
 from perturbations import UsageError, create
@@ -54,6 +54,11 @@ def test_the_engine_s_options_replace_trl_s(trainers: Callable[..., dict[str, An
     assert options["logprobs_mode"] == "processed_logprobs"
     assert options["additional_config"]["perturbation_replay_buffer"] == {"name": "memory"}
     assert options["additional_config"]["perturbation"]["name"] == "neighbor"
+
+
+def test_the_engine_hands_over_records_without_a_perturbation_too(trainers: Callable[..., dict[str, Any]]) -> None:
+    options = trainers(perturbation={"name": "none"})
+    assert settings.read(options["additional_config"]) is not None
 
 
 @pytest.mark.parametrize("key", ["perturbation", "sampling_masks", "sampling_schedule"])

@@ -11,8 +11,8 @@ the dequantised weight of :mod:`ngrpo.machine.models.four_bit`.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeGuard
 
@@ -25,6 +25,7 @@ from perturbations.errors import UsageError
 
 _PREFIX = "base_model.model."  # of every parameter of the base model, in PEFT 0.21
 _WRAPPED = ".base_layer"  # PEFT's name for the module that an adapter replaces
+_COPIED = ".original_module"  # and for the module of which it trains a copy
 
 
 @dataclass(frozen=True)
@@ -134,7 +135,7 @@ def base_parameters(model: nn.Module) -> Mapping[str, nn.Parameter]:
 
 def engine_name(name: str) -> str:
     """A parameter's name in the base model's checkpoint, of its name in PEFT's model."""
-    return name.removeprefix(_PREFIX).replace(_WRAPPED, "")
+    return name.removeprefix(_PREFIX).replace(_WRAPPED, "").replace(_COPIED, "")
 
 
 def is_factor(name: str) -> bool:
@@ -156,19 +157,55 @@ def check_adapters(model: PeftModel, *, perturbed: bool) -> None:
         model: of PEFT, before DeepSpeed wraps it.
         perturbed: whether rollouts are perturbed, so that the input embedding has to be a plain table.
     """
-    problems = [f"{engine_name(name)}: {why}" for name, why in _unmergeable(model)]
-    embedding = model.get_input_embeddings()
-    if perturbed and embedding in adapters_of(model).values():
-        problems.append(
-            "the input embedding: a perturbation mixes rows of one table, as vLLM has it, and PEFT adds the adapter's"
-            " part of a row beside the table"
-        )
+    problems = [*_unmergeable(model), *_of_input_embedding(model, perturbed)]
+    _refuse(problems, "name other modules in --ds.lora.target_modules, such as q_proj k_proj v_proj o_proj")
+
+
+def check_merged_in_place(model: PeftModel, *, perturbed: bool) -> None:
+    """As :func:`check_adapters`, where PEFT merges the weights in place before each sync, as TRL has it do.
+
+    A matrix that two modules share is merged wrongly. Without an adapter, the second one gets that of the first, and
+    with adapters of both (``ensure_weight_tying``), PEFT 0.21 adds the update twice.
+    """
+    problems = [*_merged_for_several(model), *_of_input_embedding(model, perturbed)]
+    _refuse(problems, "leave these modules out of target_modules and modules_to_save in LoraConfig")
+
+
+def _refuse(problems: Sequence[tuple[str, str]], fix: str) -> None:
+    """Raises ``UsageError`` for problems, each with the name of a module in PEFT's model."""
     if problems:
+        lines = [f"  {engine_name(name)}: {why}" for name, why in problems]
         raise UsageError(
-            "these adapters cannot be used, because vLLM gets one merged matrix for each module:\n  "
-            + "\n  ".join(problems)
-            + "\nFix: name other modules in --ds.lora.target_modules, such as q_proj k_proj v_proj o_proj."
+            "these adapters cannot be used, because vLLM gets one merged matrix for each module:\n"
+            + "\n".join(lines)
+            + f"\nFix: {fix}."
         )
+
+
+def _of_input_embedding(model: PeftModel, perturbed: bool) -> Iterator[tuple[str, str]]:
+    """The name of the input embedding and the reason, where it has adapters and rollouts are perturbed."""
+    embedding = model.get_input_embeddings()
+    for name, adapter in adapters_of(model).items():
+        if perturbed and adapter is embedding:
+            yield (
+                name,
+                "it is the input embedding, of which a perturbation mixes rows of one table, as vLLM has it, and PEFT"
+                " adds the adapter's part of a row beside the table",
+            )
+
+
+def _merged_for_several(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """Names and the reason, of matrices of several modules that PEFT adapts, or copies for some of these only."""
+    sharing: dict[int, list[str]] = defaultdict(list)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        sharing[id(parameter)].append(name)
+    for names in sharing.values():
+        copied = [name for name in names if _COPIED in name]
+        is_partly_copied = 0 < len(copied) < len(names)
+        is_adapted = any(_WRAPPED in name for name in names)
+        if len(names) > 1 and (is_adapted or is_partly_copied):
+            others = " and ".join(engine_name(name) for name in names[1:])
+            yield names[0], f"its matrix is also that of {others} (tied embeddings)"
 
 
 def _unmergeable(model: nn.Module) -> list[tuple[str, str]]:

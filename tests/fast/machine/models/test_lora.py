@@ -100,6 +100,18 @@ def test_a_sync_sends_what_training_changes() -> None:
     assert changed == [adapters[0], norm, adapters[1], "perturbation.weight"]
 
 
+def engine_of_merged(model: Any, name: str) -> Any:
+    """The base model with the weights of a model that PEFT has merged, under the names that TRL takes for vLLM."""
+    weights = {}
+    for parameter_name, parameter in model.named_parameters():
+        if model.prefix not in parameter_name and ".original_module" not in parameter_name:
+            weights[lora.engine_name(parameter_name).replace("modules_to_save.default.", "")] = parameter.detach()
+    engine = base_model(name)
+    loaded = engine.load_state_dict(weights, strict=False)
+    assert not loaded.unexpected_keys
+    return engine
+
+
 @pytest.mark.parametrize(
     ("name", "options", "why"),
     [
@@ -118,8 +130,59 @@ def test_what_cannot_be_merged_is_refused_by_name(name: str, options: dict[str, 
 def test_adapters_of_the_input_embedding_are_refused_for_perturbations() -> None:
     model = adapted(base_model("untied"), target_modules=["embed_tokens", "q_proj"])
     lora.check_adapters(model, perturbed=False)
-    with pytest.raises(UsageError, match="the input embedding: a perturbation mixes rows of one table"):
+    with pytest.raises(UsageError, match="embed_tokens: it is the input embedding, of which a perturbation"):
         lora.check_adapters(model, perturbed=True)
+
+
+def moved(name: str, options: dict[str, Any]) -> Any:
+    """A model with adapters of which all that trains has moved: the matrices of embeddings and the copies too."""
+    model = adapted(base_model(name), **options)
+    torch.manual_seed(11)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"target_modules": ["embed_tokens"]}, "embed_tokens.weight: its matrix is also that of lm_head.weight"),
+        ({"target_modules": ["lm_head"]}, "embed_tokens.weight: its matrix is also that of lm_head.weight"),
+        ({"target_modules": ["embed_tokens"], "ensure_weight_tying": True}, "also that of lm_head.weight"),
+        ({"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]}, "also that of lm_head.weight"),
+    ],
+)
+def test_tied_matrices_that_would_be_merged_wrongly_are_refused(options: dict[str, Any], named: str) -> None:
+    """And they are merged wrongly: the merged model is another one than that of PEFT's forward."""
+    model = moved("tied", options)
+    with pytest.raises(UsageError, match=named) as error:
+        lora.check_merged_in_place(model, perturbed=False)
+    assert "LoraConfig" in str(error.value)
+    expected = logits_of(model)
+    model.merge_adapter()
+    assert (logits_of(engine_of_merged(model, "tied")) - expected).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("tied", {}),
+        ("tied", {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}),
+        ("untied", {"target_modules": ["q_proj", "lm_head"], "use_dora": True}),
+        ("untied", {"target_modules": ["q_proj", "embed_tokens"]}),
+        ("untied", {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}),
+        ("conv1d", {}),
+    ],
+)
+def test_what_peft_merges_in_place_is_its_own_model(name: str, options: dict[str, Any]) -> None:
+    """The base model has PEFT's merged weights under the names that TRL sends, as it has in vLLM."""
+    model = moved(name, options)
+    lora.check_merged_in_place(model, perturbed=False)
+    expected = logits_of(model)
+    model.merge_adapter()
+    assert (logits_of(engine_of_merged(model, name)) - expected).abs().max() <= 1e-4
 
 
 # ---- planted faults: merged weights that are not the trainer's model -----------------------------------------------
