@@ -61,6 +61,7 @@ def test_what_is_entered(spec: dict[str, Any]) -> None:
     entered = OmegaConf.to_container(rollout.engine_kwargs.vllm.additional_config)
     assert registry.create(**entered["perturbation"]) == perturbation
     assert entered["deferred_check"] is True
+    assert entered["seeded_draws"] is True
     assert entered["sampling_masks"] is True
     assert config.trainer.v1.trainer_mode == "sync"
     assert rollout.agent.agent_loop_manager_class == overrides.MANAGER

@@ -14,7 +14,7 @@ from ngrpo.config.verl_lines import MODE
 from ngrpo.machine.upstream.types import DictConfig
 from ngrpo.methods import advantages
 from ngrpo.methods.advantages.base import Advantage, AnnealedK
-from ngrpo.rollout.settings import DEFERRED_CHECK, KEY, SAMPLING_MASKS
+from ngrpo.rollout.settings import DEFERRED_CHECK, KEY, SAMPLING_MASKS, SEEDED_DRAWS
 from perturbations import Perturbation, UsageError, registry
 
 MANAGER = "ngrpo.trainers.verl.rollout_server.PerturbedAgentLoopManager"
@@ -71,7 +71,13 @@ def prepare(config: DictConfig) -> Settings:
     compatibility.check(compatibility.VERL, combination)
     with open_dict(config):
         config.trainer.v1.trainer_mode = "sync"
-        of_engine = {KEY: perturbation.spec(), DEFERRED_CHECK: True, SAMPLING_MASKS: correct_mask}
+        of_engine = {
+            KEY: perturbation.spec(),
+            # Without a perturbation too, records are taken, and each token is drawn as the other arms draw theirs.
+            SEEDED_DRAWS: True,
+            DEFERRED_CHECK: True,
+            SAMPLING_MASKS: correct_mask,
+        }
         OmegaConf.update(config, _ADDITIONAL, of_engine, force_add=True)
         config.actor_rollout_ref.rollout.agent.agent_loop_manager_class = MANAGER
     return Settings(perturbation, float(limit), switches["strict"], correct_mask)
