@@ -209,7 +209,8 @@ def replay_sums(stats: ReplayStats, batch: int) -> dict[str, torch.Tensor]:
 
 def gathered(trainer: Any, keep: bool) -> dict[str, torch.Tensor]:
     """The actor's weights as engines have them, on the rank with ``keep``; empty on other ranks, which gather too."""
-    is_sharded = trainer.strategy.args.ds.zero_stage == 3
+    settings = trainer.strategy.args.ds
+    is_split = settings.zero_stage == 3 or settings.tensor_parallel_size > 1
     only_changed = getattr(trainer.actor, "is_vlm", False)
     model = trainer.actor.model.module
     tensors: dict[str, torch.Tensor] = {}
@@ -217,6 +218,6 @@ def gathered(trainer: Any, keep: bool) -> dict[str, torch.Tensor]:
         with lora_sync.gathered_together(trainer, weight):
             if keep:
                 tensor = weight.merged()
-                # A gathered ZeRO-3 parameter is freed at the end of this context, so it is copied.
-                tensors[weight.name] = tensor.clone() if is_sharded else tensor.contiguous()
+                # A gathered parameter is split again at the end of this context, so it is copied.
+                tensors[weight.name] = tensor.clone() if is_split else tensor.contiguous()
     return tensors

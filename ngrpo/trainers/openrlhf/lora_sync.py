@@ -70,10 +70,14 @@ def noised_weights(model: nn.Module) -> frozenset[str]:
 
 
 def gathered_together(trainer: ActorPPOTrainer, weight: lora.EngineWeight) -> AbstractContextManager[None]:
-    """Under ZeRO-3 the weight with its A and B is whole in this context, by one gather on all ranks."""
+    """The weight is whole in this context, by one gather on all ranks: with its A and B under ZeRO-3, else without."""
     import deepspeed
 
-    return deepspeed.zero.GatheredParameters(weight.parameters, enabled=trainer.strategy.args.ds.zero_stage == 3)
+    settings = trainer.strategy.args.ds
+    if settings.tensor_parallel_size > 1:
+        model = trainer.actor.model.module
+        return deepspeed.module_inject.layers.GatherReplacedLayerParams([weight.base], model)
+    return deepspeed.zero.GatheredParameters(weight.parameters, enabled=settings.zero_stage == 3)
 
 
 def broadcast(trainer: ActorPPOTrainer, name: str, tensor: Tensor, *, is_last: bool) -> None:
