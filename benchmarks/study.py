@@ -80,8 +80,9 @@ def contrasts(tasks: Mapping[str, Results], pairs: Mapping[str, Sequence[str]], 
             continue
         p = contrast.pooled["p"]
         p_cell = "–" if p is None else f"{p:.3g} ({next(corrected):.3g})"
-        improvement = statistics.in_words(pooled.probability_of_improvement(contrast.sides))
-        table.append([contrast.name, *contrast.cells, _pooled_cell(contrast, len(pairs)), p_cell, improvement])
+        table.append(
+            [contrast.name, *contrast.cells, _pooled_cell(contrast, len(pairs)), p_cell, _improvement_cell(contrast)]
+        )
     return table
 
 
@@ -106,8 +107,16 @@ def _contrast(
         difference = statistics.in_words(paired, "+.3f")
         contrast.cells.append(f"{difference}, {_detectable(least)} ({_counted(seeds)})")
     if contrast.sides:
-        contrast.pooled = pooled.mean_difference(contrast.differences)
+        contrast.pooled = _within_shares(pooled.mean_difference(contrast.differences))
     return contrast
+
+
+def _within_shares(difference: dict[str, float | None]) -> dict[str, float | None]:
+    """The difference of two shares with an interval that ends at -1 and 1."""
+    low, high = difference["low"], difference["high"]
+    if low is None or high is None:
+        return difference
+    return {**difference, "low": max(low, -1.0), "high": min(high, 1.0)}
 
 
 def _counted(seeds: Sequence[int]) -> str:
@@ -122,6 +131,15 @@ def _pooled_cell(contrast: Contrast, comparisons: int) -> str:
     fewest_seeds = min(len(difference) for difference in contrast.differences)
     least = statistics.detectable(spread, fewest_seeds, comparisons, len(contrast.sides))
     return f"{statistics.in_words(contrast.pooled, '+.3f')}, {_detectable(least)}"
+
+
+def _improvement_cell(contrast: Contrast) -> str:
+    """The probability of improvement; its interval draws seeds again, and of two seeds there are only a few draws."""
+    improvement = pooled.probability_of_improvement(contrast.sides)
+    fewest_seeds = min(len(difference) for difference in contrast.differences)
+    if fewest_seeds < statistics.ENOUGH_SEEDS:
+        return f"{improvement['value']:.3f}"
+    return statistics.in_words(improvement)
 
 
 def strategies(results: Results) -> list[list[str]]:
@@ -238,7 +256,8 @@ def _shared_k(tasks: Mapping[str, Results]) -> list[int]:
 
 
 def _detectable(least: float | None) -> str:
-    return "detectable –" if least is None else f"detectable {least:.3f}"
+    """The smallest difference of two shares that would be found; none where it had to be above 1."""
+    return "detectable –" if least is None or least > 1.0 else f"detectable {least:.3f}"
 
 
 def _mean(values: Sequence[float]) -> str:

@@ -59,6 +59,16 @@ def test_contrasts_by_hand() -> None:
     assert p_cell == "–"
 
 
+def test_two_seeds_that_disagree_leave_every_difference_possible() -> None:
+    """Differences of 14 and -10 sixteenths: their t interval is wider than shares can differ. Of four pairs two are
+    won and one is tied, and two seeds are too few for an interval of that."""
+    neighbor_row, _ = study.contrasts({"one": with_scores([15, 1], [1, 11])}, PAIRS, None)
+    _name, one, pooled_cell, _p, improvement = neighbor_row
+    assert one == "+0.125 [-1.000, +1.000], detectable – (2 seeds)"
+    assert pooled_cell == "+0.125 [-1.000, +1.000], detectable –"
+    assert improvement == "0.625"
+
+
 def test_seeds_without_a_partner_are_left_out_and_too_few_are_said() -> None:
     results = with_scores([6, 8, 10], [4, 4, 4])
     for run in results["runs"]:
