@@ -82,7 +82,7 @@ def trainer(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
     model = adapted(base_model("untied"), target_modules=["q_proj"])
     vllm = SimpleNamespace(enable_prefix_caching=True, sync_with_ray=False)
-    args = SimpleNamespace(vllm=vllm, ds=SimpleNamespace(zero_stage=2))
+    args = SimpleNamespace(vllm=vllm, ds=SimpleNamespace(zero_stage=2, tensor_parallel_size=1))
     made = actor_trainer.actor_trainer(object)()
     made.strategy, made.vllm_engines = SimpleNamespace(args=args), [Engine(), Engine()]
     made.actor = SimpleNamespace(model=SimpleNamespace(module=model))
