@@ -53,7 +53,11 @@ class PerturbationMiddleware:
             return await self._app(scope, receive, send)
         body = await Request(scope, receive).body()
         try:
-            perturbed = _read(body) if path.endswith(_PATHS) else _refuse_elsewhere(body, path)
+            if path.endswith(_PATHS):
+                perturbed = _read(body)
+            else:
+                _refuse_elsewhere(body, path)
+                perturbed = None
         except UsageError as error:
             return await _error(str(error), "BadRequestError", 400)(scope, receive, send)
         if perturbed is None:

@@ -56,7 +56,7 @@ def compare(rank: int, stage: int, folder: Path) -> None:
     torch.nn.utils.clip_grad_norm_(alone, LARGEST_NORM)
     torch.optim.SGD(alone, lr=RATE).step()
 
-    args = SimpleNamespace(ds=SimpleNamespace(zero_stage=stage))
+    args = SimpleNamespace(ds=SimpleNamespace(zero_stage=stage, tensor_parallel_size=1))
     trainer = SimpleNamespace(strategy=SimpleNamespace(args=args), actor=SimpleNamespace(model=engine))
     sent = actor_trainer.gathered(trainer, keep=rank == 0)
     wanted = {weight.name: weight.merged() for weight in lora.engine_weights(plain)}
