@@ -103,20 +103,12 @@ def _contrast(
         their_side = np.array([their_scores[seed] for seed in seeds])
         contrast.sides.append((our_side, their_side))
         paired = statistics.paired((our_side - their_side)[:, None], np.zeros((len(seeds), 1)))
-        least = statistics.detectable(paired["spread"], len(seeds), comparisons)
+        least = statistics.detectable_share(paired["spread"], len(seeds), comparisons)
         difference = statistics.in_words(paired, "+.3f")
         contrast.cells.append(f"{difference}, {_detectable(least)} ({_counted(seeds)})")
     if contrast.sides:
-        contrast.pooled = _within_shares(pooled.mean_difference(contrast.differences))
+        contrast.pooled = statistics.within_shares(pooled.mean_difference(contrast.differences))
     return contrast
-
-
-def _within_shares(difference: dict[str, float | None]) -> dict[str, float | None]:
-    """The difference of two shares with an interval that ends at -1 and 1."""
-    low, high = difference["low"], difference["high"]
-    if low is None or high is None:
-        return difference
-    return {**difference, "low": max(low, -1.0), "high": min(high, 1.0)}
 
 
 def _counted(seeds: Sequence[int]) -> str:
@@ -129,7 +121,7 @@ def _pooled_cell(contrast: Contrast, comparisons: int) -> str:
     variances = [difference.var(ddof=1) for difference in contrast.differences]
     spread = float(np.sqrt(np.mean(variances)))
     fewest_seeds = min(len(difference) for difference in contrast.differences)
-    least = statistics.detectable(spread, fewest_seeds, comparisons, len(contrast.sides))
+    least = statistics.detectable_share(spread, fewest_seeds, comparisons, len(contrast.sides))
     return f"{statistics.in_words(contrast.pooled, '+.3f')}, {_detectable(least)}"
 
 
@@ -256,8 +248,7 @@ def _shared_k(tasks: Mapping[str, Results]) -> list[int]:
 
 
 def _detectable(least: float | None) -> str:
-    """The smallest difference of two shares that would be found; none where it had to be above 1."""
-    return "detectable –" if least is None or least > 1.0 else f"detectable {least:.3f}"
+    return "detectable –" if least is None else f"detectable {least:.3f}"
 
 
 def _mean(values: Sequence[float]) -> str:

@@ -48,16 +48,16 @@ class PerturbationMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["method"] != "POST":
             return await self._app(scope, receive, send)
-        path = scope["path"]
-        if not path.endswith(_PATHS) and not _is_json(scope):  # such as an audio file
+        knows_the_field = scope["path"].endswith(_PATHS)
+        if not knows_the_field and not _is_json(scope):  # such as an audio file
             return await self._app(scope, receive, send)
         body = await Request(scope, receive).body()
+        perturbed = None
         try:
-            if path.endswith(_PATHS):
+            if knows_the_field:
                 perturbed = _read(body)
             else:
-                _refuse_elsewhere(body, path)
-                perturbed = None
+                _refuse_elsewhere(body, scope["path"])
         except UsageError as error:
             return await _error(str(error), "BadRequestError", 400)(scope, receive, send)
         if perturbed is None:

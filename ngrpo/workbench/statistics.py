@@ -184,10 +184,7 @@ def paired(ours: np.ndarray, baseline: np.ndarray, *, of_problems: bool = False)
     if not np.isfinite(table).all():
         raise ValueError(f"{int((~np.isfinite(table)).sum())} of {table.size} differences are not finite numbers.")
     seeds, problems = table.shape
-    difference: Interval = {**interval(table), "p": None, "spread": None, "seeds": seeds}
-    if difference["low"] is not None:
-        difference["low"] = max(difference["low"], -1.0)
-        difference["high"] = min(difference["high"], 1.0)
+    difference: Interval = {**within_shares(interval(table)), "p": None, "spread": None, "seeds": seeds}
 
     if seeds == 1:
         return {**difference, "within_noise": _p_of_problems(table[0]) >= 1 - LEVEL}
@@ -227,6 +224,13 @@ def _p_of_problems(differences: np.ndarray) -> float:
     return float((np.abs(sums) >= abs(differing.sum()) - TIE).mean())
 
 
+def within_shares(difference: Interval) -> Interval:
+    """The difference of two shares, whose interval ends at -1 and 1."""
+    if difference["low"] is None:
+        return difference
+    return {**difference, "low": max(difference["low"], -1.0), "high": min(difference["high"], 1.0)}
+
+
 def in_words(interval: Mapping[str, Any] | None, form: str = ".3f") -> str:
     """``0.412 [0.381, 0.442]``; ``–`` for None."""
     if interval is None:
@@ -242,12 +246,9 @@ def correct(differences: Sequence[Interval]) -> None:
     tested = [difference for difference in differences if difference["p"] is not None]
     corrected = holm([difference["p"] for difference in tested])
     for difference, p in zip(tested, corrected):
-        least = detectable(difference["spread"], difference["seeds"], len(tested))
-        if least is not None and least > 1.0:  # two shares differ by at most 1
-            least = None
         difference["p_corrected"] = p
         difference["comparisons"] = len(tested)
-        difference["detectable"] = least
+        difference["detectable"] = detectable_share(difference["spread"], difference["seeds"], len(tested))
         difference["within_noise"] = p >= 1 - LEVEL
 
 
@@ -283,3 +284,9 @@ def detectable(spread: float, pairs: int, comparisons: int = 1, tasks: int = 1) 
 
     shift: Any = optimize.brentq(power_above_wanted, 0.0, 3 * critical + 10)
     return float(shift) * spread / math.sqrt(tasks * pairs)
+
+
+def detectable_share(spread: float, pairs: int, comparisons: int = 1, tasks: int = 1) -> float | None:
+    """As :func:`detectable`, of two shares: None where the difference had to be above 1, which they cannot have."""
+    least = detectable(spread, pairs, comparisons, tasks)
+    return None if least is None or least > 1.0 else least

@@ -11,7 +11,7 @@ the dequantised weight of :mod:`ngrpo.machine.models.four_bit`.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeGuard
@@ -194,12 +194,17 @@ def _of_input_embedding(model: PeftModel, perturbed: bool) -> Iterator[tuple[str
             )
 
 
+def _names_of_parameters(model: nn.Module) -> Mapping[int, Sequence[str]]:
+    """Each parameter's names in the model, by its ``id``: one for each module that has it."""
+    names: dict[int, list[str]] = defaultdict(list)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names[id(parameter)].append(name)
+    return names
+
+
 def _merged_for_several(model: nn.Module) -> Iterator[tuple[str, str]]:
     """Names and the reason, of matrices of several modules that PEFT adapts, or copies for some of these only."""
-    sharing: dict[int, list[str]] = defaultdict(list)
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        sharing[id(parameter)].append(name)
-    for names in sharing.values():
+    for names in _names_of_parameters(model).values():
         copied = [name for name in names if _COPIED in name]
         is_partly_copied = 0 < len(copied) < len(names)
         is_adapted = any(_WRAPPED in name for name in names)
@@ -212,7 +217,7 @@ def _unmergeable(model: nn.Module) -> list[tuple[str, str]]:
     """Modules of a PEFT model that :meth:`EngineWeight.merged` does not stand for: name and reason."""
     from peft.utils.other import AuxiliaryTrainingWrapper
 
-    owners = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+    names_of_parameters = _names_of_parameters(model)
     mergeable = _mergeable_kinds()
     problems = []
     for name, module in model.named_modules():
@@ -229,7 +234,7 @@ def _unmergeable(model: nn.Module) -> list[tuple[str, str]]:
             problems.append((name, f"{type(variant).__name__} is no sum of the weight and s · B A"))
         if any(adapter.lora_bias.values()):
             problems.append((name, "its adapter has a bias (lora_bias)"))
-        if owners[id(adapter.get_base_layer().weight)] > 1:
+        if len(names_of_parameters[id(adapter.get_base_layer().weight)]) > 1:
             problems.append((name, "its matrix is also another module's (tied embeddings), which has no adapter"))
     return problems
 

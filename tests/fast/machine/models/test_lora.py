@@ -26,7 +26,11 @@ def logits_of(model: Any) -> torch.Tensor:
 
 def engine_of(model: Any, name: str) -> Any:
     """The base model with an engine's weights: it takes their names as the checkpoint has them."""
-    weights = {weight.name: weight.merged() for weight in lora.engine_weights(model)}
+    return engine_with({weight.name: weight.merged() for weight in lora.engine_weights(model)}, name)
+
+
+def engine_with(weights: dict[str, torch.Tensor], name: str) -> Any:
+    """The base model with these weights."""
     engine = base_model(name)
     loaded = engine.load_state_dict(weights, strict=False)
     assert not loaded.unexpected_keys
@@ -106,10 +110,7 @@ def engine_of_merged(model: Any, name: str) -> Any:
     for parameter_name, parameter in model.named_parameters():
         if model.prefix not in parameter_name and ".original_module" not in parameter_name:
             weights[lora.engine_name(parameter_name).replace("modules_to_save.default.", "")] = parameter.detach()
-    engine = base_model(name)
-    loaded = engine.load_state_dict(weights, strict=False)
-    assert not loaded.unexpected_keys
-    return engine
+    return engine_with(weights, name)
 
 
 @pytest.mark.parametrize(
