@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # the names below, for type checkers
     from perturbations.replay.scope import replaying
     from perturbations.replay.trajectory import FinishedTrajectory, ReplayRecord
     from perturbations.step import GateStep, Positions, Step
-    from perturbations.testing import check_gate, check_perturbation
+    from perturbations.testing import check_buffer, check_gate, check_perturbation
 
 _NAMES_OF_MODULES = {
     "base": ("Perturbation",),
@@ -35,7 +35,7 @@ _NAMES_OF_MODULES = {
     "replay.scope": ("replaying",),
     "replay.trajectory": ("FinishedTrajectory", "ReplayRecord"),
     "step": ("GateStep", "Positions", "Step"),
-    "testing": ("check_gate", "check_perturbation"),
+    "testing": ("check_buffer", "check_gate", "check_perturbation"),
 }
 _MODULE_OF = {name: module for module, names in _NAMES_OF_MODULES.items() for name in names}
 __all__ = sorted(_MODULE_OF)

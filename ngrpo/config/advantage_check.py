@@ -11,6 +11,7 @@ from torch import Tensor
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.methods import advantages
 from ngrpo.methods.advantages.base import Advantage
+from ngrpo.methods.second_rounds.base import SecondRound
 from perturbations.errors import UsageError
 from perturbations.testing import Check, PerturbationError, outcomes
 from perturbations.testing.report import CLOSE, answered, check_answers, check_tensor, require
@@ -161,16 +162,21 @@ def _check_steps(advantage: Advantage) -> None:
 def _check_flags(advantage: Advantage) -> None:
     """The flags and the notes, which a start asks for with the flags of the command line."""
     flags = Flags(["--rollout.n_samples_per_prompt", str(_group_size(advantage))])
-    flags_fix = (
-        "It must give flags, {'--algo.kl.init_coef': '0'}: their values as text, several as a tuple, None for a switch."
-    )
-    defaults = answered(f"{advantage.name}: flags()", partial(advantage.flags, flags), flags_fix)
-    are_flags = isinstance(defaults, dict) and all(_is_flag(name, value) for name, value in defaults.items())
-    require(are_flags, f"{advantage.name}: flags() gives {defaults!r:.200}.", flags_fix)
+    check_default_flags(advantage, flags)
     notes_fix = "It must give a list of texts, each a warning for the user; an empty one for none."
     notes = answered(f"{advantage.name}: notes()", partial(advantage.notes, flags), notes_fix)
     are_texts = isinstance(notes, list | tuple) and all(isinstance(note, str) for note in notes)
     require(are_texts, f"{advantage.name}: notes() gives {notes!r:.200}.", notes_fix)
+
+
+def check_default_flags(method: Advantage | SecondRound, flags: Flags) -> None:
+    """The defaults of OpenRLHF's flags that belong to a method, in view of ``flags``."""
+    fix = (
+        "It must give flags, {'--algo.kl.init_coef': '0'}: their values as text, several as a tuple, None for a switch."
+    )
+    defaults = answered(f"{method.name}: flags()", partial(method.flags, flags), fix)
+    are_flags = isinstance(defaults, dict) and all(_is_flag(name, value) for name, value in defaults.items())
+    require(are_flags, f"{method.name}: flags() gives {defaults!r:.200}.", fix)
 
 
 def _is_flag(name: object, value: object) -> bool:

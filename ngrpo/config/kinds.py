@@ -31,9 +31,9 @@ class Kind:
         registry: its names; it also has the entry points' group and the folder.
         flag: the flag that takes its names; options follow after a dot.
         about: what it is, for ``ngrpo new`` and ``ngrpo train --help``.
+        suite: ``module:function`` of its conformance suite, ``inspect(target, kind, **options)``.
         page: the page of docs/ about it.
         in_rollouts: whether `eval` and `diagnose`, which do not train, accept it too.
-        suite: ``module:function`` of its conformance suite, ``inspect(target, kind, **options)``; empty for none.
         contract: its contract, as the message about a broken one names it.
         make: creates an object by name; the registry's own ``create`` where it is None.
         templates: the package with the folder ``templates``, which ``ngrpo new`` copies.
@@ -42,9 +42,9 @@ class Kind:
     registry: registry.Registry
     flag: str
     about: str
+    suite: str
     page: str = "docs/exploration.md"
     in_rollouts: bool = False
-    suite: str = ""
     contract: str = "the contract that rollout and replay rest on"
     make: Callable[..., Any] | None = None
     templates: str = "ngrpo.commands"
@@ -115,20 +115,21 @@ ROWS = (
         registry=registry.perturbations,
         flag="--perturbation",
         about="what the model is fed for a sampled token",
-        page=_PAGE,
         suite=_SUITE,
+        page=_PAGE,
     ),
     Kind(
         registry=registry.gates,
         flag="--perturbation.gate",
         about="where a perturbation acts",
-        page=_PAGE,
         suite=_SUITE,
+        page=_PAGE,
     ),
     Kind(
         registry=registry.buffers,
         flag="--perturbation.replay_buffer",
         about="where finished trajectories wait for the trainer",
+        suite=_SUITE,
         page=_PAGE,
     ),
     Kind(
@@ -150,22 +151,24 @@ ROWS = (
         registry=policy_noises.registry,
         flag="--policy_noise",
         about="noise on the weights that roll out",
-        in_rollouts=True,
         suite=_METHODS_SUITE,
+        in_rollouts=True,
         contract="the contract that rollouts rest on",
     ),
     Kind(
         registry=sampling_schedules.registry,
         flag="--sampling.schedule",
         about="temperatures that change within a response or over a run",
-        in_rollouts=True,
         suite=_METHODS_SUITE,
+        in_rollouts=True,
         contract="the contract that rollouts rest on",
     ),
     Kind(
         registry=second_rounds.registry,
         flag="--second_round",
         about="further responses, where all are wrong or to refine the best one",
+        suite=_METHODS_SUITE,
+        contract="the contract that the second round rests on",
     ),
 )
 KINDS = {kind.name: kind for kind in ROWS}
@@ -191,8 +194,6 @@ def run_level_kinds() -> list[Kind]:
 def check_contract(extension: Options) -> None:
     """Raises ``UsageError`` for the first outcome of the conformance suite that is an error."""
     kind = of_registry(extension.registry)
-    if not kind.suite:
-        return
     for _, error in kind.inspect(extension):
         if error is not None:
             name = extension.registry.address(type(extension))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``ngrpo check credit``, ``policy_noise`` and ``sampling_schedule``: do they keep the contracts of their base classes?
+"""``ngrpo check KIND`` for credits, policy noises, sampling schedules and second rounds: do they keep their contracts?
 
 A schedule runs in vLLM's workers, where a look at its values would wait for the device at every token.
 """
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ngrpo.config import second_round_check
 from ngrpo.config.kinds import KINDS
 from ngrpo.methods.credits.base import Credit, StepTokens
 from ngrpo.methods.policy_noises.base import PolicyNoise
@@ -162,4 +163,9 @@ def _check_scales(noise: PolicyNoise) -> None:
         last = sigma
 
 
-_CHECKS = {"credit": _credit_checks, "sampling_schedule": _schedule_checks, "policy_noise": _noise_checks}
+_CHECKS = {
+    "credit": _credit_checks,
+    "sampling_schedule": _schedule_checks,
+    "policy_noise": _noise_checks,
+    "second_round": second_round_check.checks,
+}

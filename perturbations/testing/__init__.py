@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The conformance suites of perturbations and gates, ours and a third party's: the checks, in order."""
+"""The conformance suites of perturbations, gates and replay buffers, ours and a third party's: the checks, in order."""
 
 import dataclasses
 import json
@@ -9,13 +9,23 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-from perturbations import Gate, Perturbation, registry, user_files
+from perturbations import Gate, Perturbation, ReplayBuffer, registry, user_files
 from perturbations.options import Limits, Options, coerce
+from perturbations.testing import buffer as buffer_checks
 from perturbations.testing import gate as gate_checks
 from perturbations.testing import proposal
 from perturbations.testing.report import Check, NoAnswer, NotRun, PerturbationError, require
 
-__all__ = ["Check", "NotRun", "PerturbationError", "check_gate", "check_perturbation", "inspect", "outcomes"]
+__all__ = [
+    "Check",
+    "NotRun",
+    "PerturbationError",
+    "check_buffer",
+    "check_gate",
+    "check_perturbation",
+    "inspect",
+    "outcomes",
+]
 
 _RESERVED = ("name", "config", "source")
 _CALL_SUPER = "Call super().__post_init__() first in your __post_init__: it checks the ranges."
@@ -38,12 +48,18 @@ def check_gate(gate: Gate | type[Gate] | str, **options: object) -> None:
     _raise_first(inspect(gate, "gate", **options))
 
 
+def check_buffer(buffer: ReplayBuffer | type[ReplayBuffer] | str, **options: object) -> None:
+    """Checks that a buffer keeps the contract of :class:`perturbations.ReplayBuffer`; as :func:`check_perturbation`."""
+    _raise_first(inspect(buffer, "replay_buffer", **options))
+
+
 def inspect(target: _Target, kind: str = "perturbation", **options: object) -> _Outcomes:
     """Yields each check's title and its error, or None; nothing follows where the class itself is wrong.
 
     The error is a :class:`NotRun` where the check needs the result of an earlier one that is wrong.
 
-    ``target`` and ``options`` as of :func:`check_perturbation`; ``kind``: ``perturbation`` or ``gate``.
+    ``target`` and ``options`` as of :func:`check_perturbation`. ``kind``: ``perturbation``, ``gate`` or
+    ``replay_buffer``.
     """
     registry_of_kind, checks = _SUITES[kind]
     return outcomes(target, registry_of_kind, checks, options)
@@ -117,7 +133,18 @@ def _gate_checks(gate: Gate) -> _Checks:
         yield Check(f"open rows for {label}", check, needed=number == 0)
 
 
-_SUITES = {"perturbation": (registry.perturbations, _perturbation_checks), "gate": (registry.gates, _gate_checks)}
+def _buffer_checks(buffer: ReplayBuffer) -> _Checks:
+    yield Check("trajectories come out as they went in", partial(buffer_checks.check_hands_over, buffer))
+    yield Check("a second trajectory of a name", partial(buffer_checks.check_replaces, buffer))
+    yield Check("names that are not held", partial(buffer_checks.check_forgets, buffer))
+    yield Check("a store of its own for each buffer", partial(buffer_checks.check_separate, buffer))
+
+
+_SUITES = {
+    "perturbation": (registry.perturbations, _perturbation_checks),
+    "gate": (registry.gates, _gate_checks),
+    "replay_buffer": (registry.buffers, _buffer_checks),
+}
 
 
 def _outcome(check: Callable[[], object]) -> PerturbationError | None:
@@ -159,7 +186,7 @@ def check_class(kind: registry.Registry, cls: type, base: type) -> None:
     is_decorated = "__dataclass_fields__" in vars(cls)
     require(is_decorated, f"{name} is not a dataclass, so its options would not be seen.", decorate)
     require(cls.__dataclass_params__.frozen, f"{name} can be changed after it is made.", decorate)
-    decorator = "register_gate" if kind is registry.gates else "register"
+    decorator = {"gate": "register_gate", "replay buffer": "register_buffer"}.get(kind.kind, "register")
     require(
         "name" in vars(cls),
         f"{name} has no name of its own.",

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ngrpo check credit`, `policy_noise` and `sampling_schedule`: ours pass, a broken one is refused."""
+"""`ngrpo check` of credits, policy noises, sampling schedules and second rounds: ours pass, a broken one is refused."""
 
 from dataclasses import dataclass
 from itertools import count
+from random import Random, random
+from typing import Any
 
 import pytest
 import torch
@@ -17,12 +19,13 @@ from ngrpo.methods.credits.base import StepTokens
 from ngrpo.methods.policy_noises import PolicyNoise
 from ngrpo.methods.sampling_schedules import SamplingSchedule
 from ngrpo.methods.sampling_schedules.base import NextTokens
+from ngrpo.methods.second_rounds import SecondRound
 from perturbations import option
 from perturbations.errors import UsageError
 
 OURS = [
     (kind, name)
-    for kind in ("credit", "policy_noise", "sampling_schedule")
+    for kind in ("credit", "policy_noise", "sampling_schedule", "second_round")
     for name in sorted(KINDS[kind].registry.in_tree())
 ]
 
@@ -66,7 +69,21 @@ class Everywhere(PolicyNoise):
         return 0.1
 
 
-OWN = {"credit": Half, "sampling_schedule": Warm, "policy_noise": Everywhere}
+@dataclass(frozen=True, kw_only=True)
+class Numbered(SecondRound):
+    """A number in front of the prompt."""
+
+    name = "numbered"
+
+    @property
+    def room(self) -> int:
+        return 1
+
+    def prompt(self, text: str, tokenizer: Any, random: Random) -> str:
+        return f"{random.randint(0, 9)} {text}"
+
+
+OWN = {"credit": Half, "sampling_schedule": Warm, "policy_noise": Everywhere, "second_round": Numbered}
 
 CALLS = count(1)  # state between the calls of a method
 BROKEN = [
@@ -106,6 +123,59 @@ BROKEN = [
         "-0.9 for training step 1 of 100",
     ),
     ("policy_noise", "selects", lambda self, name: None, "selects('model.embed_tokens.weight') gives None"),
+    (
+        "second_round",
+        "prompt",
+        lambda self, text, tokenizer, random: tokenizer.encode(text),
+        "plain text: prompt() gives [",
+    ),
+    (
+        "second_round",
+        "prompt",
+        lambda self, text, tokenizer, random: text[text.index("\n") :],
+        "plain text: prompt() raises ValueError",
+    ),
+    ("second_round", "prompt", lambda self, text, tokenizer, source: f"{random()} {text}", "a global random generator"),
+    (
+        "second_round",
+        "prompt",
+        lambda self, text, tokenizer, random: f"{next(CALLS)} {text}",
+        "for the same draws. Take every draw from the argument `random`",
+    ),
+    (
+        "second_round",
+        "prompt",
+        lambda self, text, tokenizer, random: f"{text} Think again",
+        "prompt() adds 2 tokens, and room is 1",
+    ),
+    ("second_round", "room", 2.5, "room gives 2.5"),
+    ("second_round", "is_needed", lambda self, rewards: None, "is_needed() gives None"),
+    (
+        "second_round",
+        "kept",
+        lambda self, rewards, size, random: list(range(len(rewards))),
+        "kept() gives [0, 1, 2, 3, 4, 5] for rewards [0.0,",
+    ),
+    (
+        "second_round",
+        "kept",
+        lambda self, rewards, size, random: [i for i, reward in enumerate(rewards) if reward > 0.0],
+        "at most 3 different indices of right responses",
+    ),
+    ("second_round", "log_ratio", lambda self, log_probs, behavior: (log_probs - behavior).sum(), "has shape ()"),
+    (
+        "second_round",
+        "log_ratio",
+        lambda self, log_probs, behavior: (log_probs - behavior).detach(),
+        "has no gradient of the policy's log-probabilities",
+    ),
+    (
+        "second_round",
+        "log_ratio",
+        lambda self, log_probs, behavior: log_probs - behavior.mean(),
+        "row 0 alone log_ratio() gives another result",
+    ),
+    ("second_round", "flags", lambda self, flags: {"algo.kl.init_coef": 0}, "flags() gives {'algo.kl.init_coef': 0}"),
 ]
 
 
