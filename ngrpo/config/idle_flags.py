@@ -106,6 +106,11 @@ NEEDS = (
         lambda args: args["eval.dataset"],
     ),
     Need(
+        "--ckpt.best_metric_key",
+        "--ckpt.save_hf: --ckpt.disable_ds leaves out the other checkpoint of the best evaluation",
+        lambda args: args["ckpt.save_hf"] or not args["ckpt.disable_ds"],
+    ),
+    Need(
         "--data.prompt_split",
         "a folder or a dataset of the hub: a file is read whole",
         lambda args: _has_splits(args, "data.prompt_dataset"),
