@@ -9,7 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from ngrpo.config import dataset_file, lora_check
+from ngrpo.config import dataset_file, lora_check, second_round_check
 from ngrpo.config.dataset_file import CHECKED_ROWS, ColumnNames, DatasetFile, Example
 from ngrpo.config.feature_kinds import MODEL
 from ngrpo.config.run import RunConfig
@@ -22,6 +22,7 @@ from ngrpo.methods.policy_noises.base import PolicyNoise
 from perturbations.base import Perturbation
 from perturbations.errors import UsageError, nearest
 from perturbations.gates.default import protected_ids
+from perturbations.testing import PerturbationError
 
 # --- datasets: files, columns and values ------------------------------------------------------------
 
@@ -228,8 +229,9 @@ def name_of(flags: Flags) -> str:
 
 
 def check_options(flags: Flags, run: RunConfig) -> str | None:
-    """The options of LoRA, perturbation and policy noise and a local model, or why they were not compared."""
+    """The options of LoRA, each method and a local model, or why they were not compared."""
     lora_check.check_target_modules(flags, architecture.find_config(name_of(flags)))
+    _check_second_round(flags, run)
     model = flags.value(MODEL) or ""
     if Path(name_of(flags)).expanduser().is_dir():
         return check_model(name_of(flags), run.perturbation, run.policy_noise)
@@ -239,6 +241,26 @@ def check_options(flags: Flags, run: RunConfig) -> str | None:
         f"not checked: there is no folder {model!r}, so it is taken for a model of the hub; whether the hub has it is"
         " asked when the run starts."
     )
+
+
+def _check_second_round(flags: Flags, run: RunConfig) -> None:
+    """Raises ``UsageError`` where a local tokenizer finds a prompt of the second round longer than its room.
+
+    From each file the longest prompt is taken.
+    """
+    folder = _tokenizer_folder(flags)
+    if run.second_round is None or folder is None:
+        return
+    try:
+        tokenizer = _tokenizer(folder)
+        texts = {place: _rendered(tokenizer, example, flags) for place, example in longest_examples(flags)}
+    except Exception:  # of any tokenizer or file: `check_template` and `check_files` report those
+        return
+    for place, text in texts.items():
+        try:
+            second_round_check.check_prompts(run.second_round, place, text, tokenizer)
+        except PerturbationError as error:
+            raise UsageError(f"--second_round {error}") from error
 
 
 def check_model(folder: str, perturbation: Perturbation | None, noise: PolicyNoise | None = None) -> str | None:
@@ -390,8 +412,8 @@ def _has_template(folder: Path) -> bool:
 
 def cut_notes(flags: Flags) -> Iterator[str]:
     """A warning for each file with a prompt that leaves no room for its response: its first tokens are left out."""
-    folder = Path(name_of(flags)).expanduser()
-    if not (folder / "tokenizer_config.json").is_file():
+    folder = _tokenizer_folder(flags)
+    if folder is None:
         return
     room = int(flags.or_default(_LENGTH)) - int(flags.value("--rollout.max_new_tokens") or 1)
     with suppress(Exception):  # of any tokenizer or file: `check_template` and `check_files` report those
@@ -399,16 +421,27 @@ def cut_notes(flags: Flags) -> Iterator[str]:
             # A token has at least a byte, so a shorter text fits without being tokenized.
             if not example.tools and len(str(example.prompt).encode()) <= room:
                 continue
-            tokenizer = _tokenizer(str(folder))
-            text = str(example.prompt)
-            if flags.has(TEMPLATE):
-                text = conversation.rendered(tokenizer, example.prompt, example.tools)
+            tokenizer = _tokenizer(folder)
+            text = _rendered(tokenizer, example, flags)
             tokens = len(tokenizer(text, add_special_tokens=False)["input_ids"])
             if tokens > room:
                 yield (
                     f"{place}: the prompt has {tokens} tokens. {_LENGTH} leaves room for {room}, so that its first"
                     f" {tokens - room} are left out, and those of other long prompts."
                 )
+
+
+def _rendered(tokenizer: Any, example: Example, flags: Flags) -> str:
+    """The text of a prompt, by the chat template where the run has one."""
+    if flags.has(TEMPLATE):
+        return conversation.rendered(tokenizer, example.prompt, example.tools)
+    return str(example.prompt)
+
+
+def _tokenizer_folder(flags: Flags) -> str | None:
+    """The folder of the model's tokenizer; None where it is not local."""
+    folder = Path(name_of(flags)).expanduser()
+    return str(folder) if (folder / "tokenizer_config.json").is_file() else None
 
 
 @lru_cache(maxsize=1)

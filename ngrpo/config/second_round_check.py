@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``ngrpo check second_round``: the prompts of a second round, the responses that it keeps, and their weight.
 
-The tokenizer is that of the small model `sandbox`, for which each word is a token. A training counts the tokens of each
-prompt once more, with the tokenizer of its own model.
+Here the tokenizer is that of the small model `sandbox`, for which each word is a token. A start checks prompts of its
+data with the tokenizer of its own model (`ngrpo/config/input_checks.py`).
 """
 
 from collections.abc import Iterator
@@ -42,8 +42,8 @@ def checks(method: SecondRound) -> Iterator[Check]:
     rendered = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
     without_template = sandbox.tokenizer()
     without_template.chat_template = None
-    yield Check("prompts of plain text", partial(_check_prompts, method, "plain text", _QUESTION, without_template))
-    yield Check("prompts of a chat", partial(_check_prompts, method, "a chat", rendered, tokenizer))
+    yield Check("prompts of plain text", partial(check_prompts, method, "plain text", _QUESTION, without_template))
+    yield Check("prompts of a chat", partial(check_prompts, method, "a chat", rendered, tokenizer))
     yield Check("when it is needed", partial(_check_needed, method))
     if not method.refines:  # refinements replace all responses, whatever their rewards
         yield Check("the responses that it keeps", partial(_check_kept, method))
@@ -51,8 +51,11 @@ def checks(method: SecondRound) -> Iterator[Check]:
     yield Check("its flags of OpenRLHF", partial(check_default_flags, method, Flags()))
 
 
-def _check_prompts(method: SecondRound, label: str, text: str, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Each prompt is a text that follows from the draws, and not longer than the room for it."""
+def check_prompts(method: SecondRound, label: str, text: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Each prompt is a text that follows from the draws, and not longer than the room for it.
+
+    ``label``: of the data's prompt ``text``, for messages.
+    """
     where = f"{method.name}, {label}:"
     drafts = [(f"draft {number}", float(number % 2)) for number in range(_GROUP)]
     arguments = {"drafts": drafts} if method.refines else {}

@@ -2,7 +2,9 @@
 """Input that used to be accepted, or misread: each is one clear error, or is said."""
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -10,9 +12,10 @@ import pytest
 from ngrpo import cli
 from ngrpo.config import flag_checks
 from ngrpo.config.complete_run import CompleteRun
-from ngrpo.config.input_checks import check_files
+from ngrpo.config.input_checks import check_files, check_options
 from ngrpo.config.run_notes import label_notes
 from ngrpo.machine.upstream.openrlhf_flags import Flags, defaults
+from ngrpo.methods.second_rounds import SecondRound
 from perturbations import registry
 from perturbations.errors import UsageError
 from tests.support import run
@@ -246,3 +249,25 @@ def test_a_subclass_without_options_needs_no_decorator(tmp_path: Path) -> None:
     text = "from typing import ClassVar\nfrom perturbations.methods.soft import Soft\n"
     file.write_text(f'{text}class Mine(Soft):\n    """Mine."""\n    note: ClassVar[str] = "x"\n')
     assert registry.create(str(file), k=3).k == 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class LongWord(SecondRound):
+    """A word in front of the prompt, which is a token of the conformance suite's tokenizer and several of SmolLM2's."""
+
+    name = "long_word"
+    room = 1
+
+    def prompt(self, text: str, tokenizer: Any, random: Random) -> str:
+        return f"Antidisestablishmentarianism {text}"
+
+
+def test_a_second_round_is_checked_with_the_model_s_tokenizer(tmp_path: Path, smollm2: str) -> None:
+    """Its engines would have too little room for a prompt, which a training meets once all responses are wrong."""
+    data = tmp_path / "d.jsonl"
+    data.write_text(json.dumps({"input": "What is 2 + 2?"}) + "\n")
+    words = ["--actor.model_name_or_path", smollm2, "--data.prompt_dataset", str(data)]
+    check_options(Flags(words), run_of(second_round={"name": "lope"}))
+    check_options(Flags([*words, "--data.apply_chat_template"]), run_of(second_round={"name": "lope"}))
+    with pytest.raises(UsageError, match=r"--second_round long_word, --data.prompt_dataset .*: row 1: .* room is 1"):
+        check_options(Flags(words), run_of(second_round=LongWord().spec()))
