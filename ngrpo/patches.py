@@ -276,7 +276,7 @@ VLLM: tuple[Patch, ...] = (
     _vllm(_CORE, "EngineCore.__init__", "startup_check:checked_core", "(self, vllm_config, ...)",
         "The start-up check runs at its end, and the scheduler's block hashes are patched in its process."),
     _vllm(_CORE, "EngineCore.add_request", "startup_check:checked_first", "(self, ...)",
-        "The check that is due after a weight sync runs before the first request."),
+        "A start-up check that is due runs before the next request to an idle engine."),
     _vllm(_CORE, "EngineCore.collective_rpc", "startup_check:with_calls_of_core", "(self, method, ...)",
         "Some of our calls concern the core and not its workers."),
     _vllm(_CORE, "EngineCore.preprocess_add_request", None, "(self, request)",

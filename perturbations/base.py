@@ -116,8 +116,8 @@ class Perturbation(GateOptions, ABC):
     module_options: ClassVar[tuple[str, ...]] = ()
     # Whether Step and Replayed hold the last hidden states, which needs a hook on the model's output layer.
     reads_hidden: ClassVar[bool] = False
-    # Whether the perturbation draws the token in the text itself, instead of taking the sampled one. A request's top-k,
-    # top-p and min-p then bias these draws.
+    # Whether noise chooses the token in the text, with a probability that has no formula. A request's top-k, top-p and
+    # min-p then bias the choice: where they exclude the chosen token, the position stays unperturbed.
     draws_text: ClassVar[bool] = False
 
     perturb_eval: bool = option(False, "perturb evaluation rollouts too")

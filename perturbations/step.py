@@ -18,7 +18,7 @@ from perturbations.row_blocks import BLOCK, Summary
 
 @dataclass(frozen=True)
 class Step:
-    """The B positions that the gate's draw selected, as one batch on one device.
+    """B positions of one rollout step on one device: those that the gate selected, or in a CUDA graph all of them.
 
     Attributes:
         logits: z̃ = z / temperature, before any top-k, top-p or min-p.

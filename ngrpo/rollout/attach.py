@@ -81,7 +81,7 @@ class AttachedPerturbation:
         self._tokenizer = _LazyTokenizer(config)
         self._vocabulary = config.get_vocab_size()
         self.embeddings = _embeddings(model, embedding, self._override, self._vocabulary, self._tokenizer)
-        # A CPU takes half a minute for a table of neighbors, so that it computes a row when it is needed first.
+        # A table of neighbors takes half a minute on a CPU, so a row is computed there when it is first needed.
         self._ahead = runner.device.type != "cpu"
         additional_config = runner.vllm_config.additional_config
         self.schedule = read_schedule(additional_config)

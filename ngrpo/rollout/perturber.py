@@ -238,8 +238,8 @@ class RolloutPerturber:
         noise_keys = streams.keys(seeds, positions, streams.Stream.NOISE)
         # The start-up check's rows are not of the perturbation, so that they do not pass its module.
         module = None if self._store.ahead[slot] else self._module
-        # A prompt has many times the rows of a step, and vLLM measured its memory with those. The noise of a row takes
-        # as much memory as four candidates.
+        # In chunks: a prompt has many times the rows of a step, and vLLM measured memory with a step's rows. The noise
+        # of a row takes as much memory as four candidates.
         size = max(self._candidates_at_once // max(edits["ids"].shape[1], 4), 1)
         for first_of_chunk in range(0, len(rows), size):
             chunk = slice(first_of_chunk, first_of_chunk + size)
@@ -256,7 +256,7 @@ class RolloutPerturber:
     # --- after the logits ---------------------------------------------------------------------------------------
 
     def computed(self, hidden: Tensor) -> None:
-        """The model computes logits of these last hidden states, (B, D): :meth:`finish` is called with theirs next."""
+        """Keeps the last hidden states, (B, D), of which the model computes the logits of the next :meth:`finish`."""
         self._hidden = hidden
 
     @property
@@ -269,7 +269,7 @@ class RolloutPerturber:
         return self.busy and self._graphs is not None and self._graphs.computes_logits(rows)
 
     def rehearse(self, logits: Tensor, edits: bool = True) -> None:
-        """Does a step's work on logits (B, V) of any values: vLLM measures its memory, and its parts are compiled."""
+        """Does a step's work on any logits (B, V), to compile its parts, and for vLLM to measure the step's memory."""
         if self._graphs is not None:
             self._try_graphs(lambda graphs: graphs.rehearse(logits))
         if self._graphs is None or self._graphs.bucket(len(logits)) is None:
@@ -329,8 +329,8 @@ class RolloutPerturber:
         ``scaled``: z̃, (B, V), float32; or as the model computes them, where no request changes or filters any.
         ``temperature``: (B,) float32, 1 for greedy rows. ``drawable``: logits after top-k, top-p and min-p, (B, V)
         float32. ``greedy``: argmax tokens for greedy rows and -1 elsewhere, (B,) int64; None where no row is greedy.
-        ``output_hidden``: the last hidden states, (B, D), where :meth:`computes_logits` and the other two are a
-        placeholder; else None.
+        ``output_hidden``: the last hidden states, (B, D), if the graph computes the logits; ``scaled`` and ``drawable``
+        are then a placeholder without values. Else None.
         """
         batch, hidden = self._take_step(scaled)
         logits = Logits(
@@ -451,7 +451,7 @@ class RolloutPerturber:
         self._store.has_edits[may_edit] = True
 
     def _event(self, buffer: HostBuffer | None = None) -> torch.cuda.Event | None:
-        """Tells when earlier copies have arrived; None where they have. A buffer has an event of its own."""
+        """Records an event behind all earlier copies, the buffer's own if given; None without CUDA."""
         if self.device.type != "cuda":
             return None
         event = torch.cuda.Event() if buffer is None else require(buffer.event, "the event of a buffer")

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's plugin entry point (group ``vllm.general_plugins``), which vLLM loads in each of its processes.
 
-`register` applies the rows `VLLM` of `ngrpo.patches`. Functions with an ``original`` belong to them. They act
-only in an engine with ``additional_config={"perturbation": {...}}``. Little is imported at the top: where a plugin
-fails, vLLM logs the error and continues without it.
+`register` applies the rows `VLLM` of `ngrpo.patches`. Functions with an ``original`` belong to them. Most act only in
+an engine for which `settings.read` returns a perturbation: ``none`` too, with which an engine draws seeded tokens or
+records masks or experts. Little is imported at the top: where a plugin fails, vLLM logs the error and continues
+without it.
 """
 
 import asyncio
@@ -129,7 +130,7 @@ def warmed_up(original: Callable[[], Any], attached: Any) -> Callable[[], Any]:
 
 @around
 async def results_of_every_rank(original: Callable[..., Any], self: Any, method: str, *args: object) -> Any:
-    """vLLM asks every data-parallel rank, and returns the first one's results only."""
+    """The results of every data-parallel rank for our procedures: vLLM returns those of the first rank only."""
     procedure = args[0] if method == "collective_rpc" else None
     if not isinstance(procedure, str) or not procedure.startswith("perturbation_"):
         return await original(self, method, *args)

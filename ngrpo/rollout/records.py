@@ -36,7 +36,8 @@ def take_records(llm: LLM, request_ids: Sequence[str] | None = None) -> dict[str
 def take_trajectories(llm: LLM, request_ids: Sequence[str] | None = None) -> dict[str, tuple[ReplayRecord, np.ndarray]]:
     """As :func:`take_records`, each record with log π of its generated tokens, (generated,) float32.
 
-    At temperature, before top-k, top-p and min-p; in an engine that records sampling masks, among the tokens left.
+    log π is at the temperature of the draw and before top-k, top-p and min-p. In an engine that records sampling masks
+    it is over the tokens left, unless ``full_log_probs`` is set.
     """
     trajectories = take_finished(llm, request_ids)
     return {name: (trajectory.record, trajectory.log_probs) for name, trajectory in trajectories.items()}
@@ -80,7 +81,8 @@ def drop_records(llm: LLM, request_ids: Sequence[str]) -> None:
 def set_perturbation(llm: LLM, name: str, **options: object) -> None:
     """Gives a running engine another perturbation between requests; RuntimeError where it was built without one.
 
-    ``name`` and ``options``: as of :func:`perturbations.create`; rate 0 is allowed here and draws as the engine does.
+    ``name`` and ``options``: as of :func:`perturbations.create`. Rate 0 is allowed: nothing is perturbed then, and
+    tokens are drawn from the perturbed engine's streams.
     """
     _call(llm, "replace", registry.create(name, **options).spec())
 

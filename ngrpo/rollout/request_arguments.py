@@ -130,9 +130,7 @@ def checked_fields(arguments: object, where: str = _WHERE, further: Sequence[str
     answer = arguments.get("answer", 0)
     answers = arguments.get("answers", 1)
     if answer >= answers:
-        raise UsageError(
-            f"{where}['answer']={answer}: must be from 0 to 1 below {where}['answers'], which is {answers}."
-        )
+        raise UsageError(f"{where}['answer']={answer}: must be below {where}['answers'], which is {answers}.")
     return arguments
 
 

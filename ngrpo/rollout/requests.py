@@ -117,7 +117,10 @@ class RunningRequests:
         return sum(name not in self._dropped and name not in self._ended for name in self._store.live)
 
     def update(self, scheduler_output: SchedulerOutput) -> None:
-        """Takes in one ``SchedulerOutput`` of vLLM, before the step runs, without waiting for the device."""
+        """Takes in one ``SchedulerOutput`` of vLLM, before the step runs.
+
+        It waits for the device only where a new request has the id of one whose copies have not arrived.
+        """
         for name in scheduler_output.finished_req_ids:
             if name in self._store.live:
                 self._ended[name] = self._perturber.notes.taken

@@ -94,7 +94,7 @@ class RoutedExperts:
     # --- requests -----------------------------------------------------------------------------------------------
 
     def restart(self, store: TrajectoryStore) -> None:
-        """Another store's trajectories from now on; what the KV cache holds stays."""
+        """Keeps experts for another store's trajectories from now on; those kept by place in the KV cache stay."""
         self._store = store
         self._rows = Chunks(store.slots)  # ``experts`` of each slot's tokens
         self._scheduled = np.zeros(store.slots, dtype=np.int64)  # tokens of each slot that were computed or cached

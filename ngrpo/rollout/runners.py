@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's two model runners, V1 and V2 (0.26 to 0.33): where the perturber takes part in a step.
 
-Three bound methods of a runner are wrapped, by which it learns which requests come and go, lays out the inputs of a
-forward, and draws the tokens. The wrappers look up the perturber at each step, since it can be replaced.
+The methods are wrapped by which a runner learns which requests come and go, lays out the inputs of a forward, and
+draws the tokens; in V2 also ``sample``, which computes the logits, and the sampler's ``apply_min_p``. The wrappers look
+up the perturber at each step, since it can be replaced.
 """
 
 import inspect

@@ -86,7 +86,7 @@ class SamplingSupport:
         self._ids: list[Tensor] = []  # marked tokens of the rows, in pieces
 
     def ask(self) -> None:
-        """Has the tokens sent; the numbers that the constructor had sent have arrived."""
+        """Sends the tokens; to be called once the numbers that the constructor sent have arrived."""
         bits = require(self._bits, "the bits of a step")
         self._bits = None
         ends = np.cumsum(marked(self._counts.numpy(), self._size))

@@ -34,7 +34,7 @@ _NUMBERS = itertools.count()
 def checked_core(
     original: Callable[..., None], self: EngineCore, vllm_config: VllmConfig, *args: object, **kwargs: object
 ) -> None:
-    """The check of an engine that perturbs ends its start, unless it is deferred; its core hashes blocks."""
+    """``EngineCore.__init__``: patches block hashes, and ends with the check of a perturbed engine unless deferred."""
     config: Any = vllm_config.additional_config
     perturbation = read(config)
     if perturbation is not None:
@@ -48,7 +48,7 @@ def checked_core(
 
 @around
 def checked_first(original: Callable[..., None], self: EngineCore, *args: object, **kwargs: object) -> None:
-    """The first request after a weight sync comes after the check that is due, where one is."""
+    """vLLM's ``EngineCore.add_request``: in an idle engine a check that is due runs before the request."""
     check_before_request(self)
     original(self, *args, **kwargs)
 
@@ -74,7 +74,7 @@ def with_calls_of_core(
 
 
 def check_when_idle(core: EngineCore) -> None:
-    """Checks an engine with an override now, where it is idle, or else before the next request that finds it so."""
+    """Checks an engine with an override: now if it is idle, else before the next request that finds it idle."""
     if read(core.vllm_config.additional_config) is not None:
         setattr(core, _DUE, True)
         if _is_idle(core):
@@ -148,7 +148,7 @@ class Probe(NamedTuple):
 
 
 def _comparisons(core: EngineCore, texts: CheckTexts, partly: bool) -> list[Comparison]:
-    """Asks twice: of texts as they are, and of the same ones with overrides in the midst of others."""
+    """Runs two batches and compares them: the texts as they are, and the same texts with some rows overridden."""
     text = texts.text
     plain = _answers(
         core,

@@ -292,8 +292,9 @@ class StepGraphs:
     # --- capture -------------------------------------------------------------------------------------------------
 
     def rehearse(self, logits: Tensor) -> None:
-        """Captures a step of every size, for logits like these, (B, V), and for filtered ones.
+        """Captures a step of every size, for logits like these, (B, V), for filtered ones, and for hidden states.
 
+        The last are captured only where a graph may compute the logits.
         The largest size comes first, so that the smaller ones find room in its pool.
         """
         scaled = logits.float()

@@ -24,8 +24,8 @@ from perturbations.embeddings import ModelEmbeddings
 from perturbations.gates.default import BoundGate
 from perturbations.row_blocks import Summary, log_total
 
-# vLLM gives a logit of 1e9 to a token that a thinking budget forces. From this logit on a row's token is not drawn, so
-# that its input is not perturbed.
+# vLLM gives a logit of 1e9 to a token that a thinking budget forces. A row with a logit of 1e8 or more has a forced
+# token, which is not drawn, so its input is not perturbed.
 _FORCED = 1e8
 
 F = TypeVar("F", bound=Callable[..., Any])

@@ -162,9 +162,10 @@ class PerturbedGRPOTrainer(GRPOTrainer):
 
 
 def _seed_of_process(perturbation: int, config: GRPOConfig) -> int:
-    """The perturbation's seed in the engine of this process, of the run's seed: TRL spreads a prompt's group over them.
+    """The perturbation's seed in the engine of this process; it depends on the run's seed and on the process.
 
-    Without seeds of its requests, an engine numbers the responses to a prompt from 1 on, as each of the others does.
+    TRL spreads a prompt's group over the processes and gives its requests no seeds, so every engine numbers the
+    responses to a prompt from 1 on. With one seed, two engines would draw the same responses.
     """
     return seeds.of_engine(seeds.of_engine(perturbation, config.seed), config.process_index)
 

@@ -133,8 +133,8 @@ class BoundGate:
 
     The proposed token is in the text where all of these hold:
 
-    1. on the host: the request is perturbed and its token is kept;
-    2. on the host: the rate's draw, the schedule and the further gate's plan select the position;
+    1. on the host: the request is perturbed, its token is kept, and the further gate's plan selects the position;
+    2. on the device within a CUDA graph, else on the host: the rate's draw and the schedule select the position;
     3. on the device: the request's top-k, top-p and min-p allow the proposed token;
     4. on the device: thinking continues, the policy is uncertain enough, and the further gate is open.
 
@@ -249,7 +249,7 @@ class BoundGate:
         """Whether the proposed token is in the text, and whether its input is fed, at G positions: (G,) bool each.
 
         Args:
-            step: the G positions that the host selected.
+            step: G positions: those that the host selected, or within a CUDA graph all rows.
             proposal: what the perturbation proposes there.
             rows: the trajectories' rows in this gate, (G,) int64.
             first: the trajectories' first generated positions, (G,) int64.

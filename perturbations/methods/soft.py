@@ -63,7 +63,7 @@ class MixtureOfInputs(LikeliestTokens):
 @register("selar")
 @dataclass(frozen=True, kw_only=True)
 class SeLaR(LikeliestTokens):
-    """Mixes the k likeliest tokens where they are nearly equally likely, away from the first; elsewhere the token."""
+    """Where the k likeliest tokens are about equally likely, feeds their mixture, pushed away from the likeliest."""
 
     paper = "SeLaR, arXiv 2604.08299"
     mixture = "affine"

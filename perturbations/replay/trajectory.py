@@ -264,10 +264,11 @@ class FinishedTrajectory:
 
     Attributes:
         record: its perturbed inputs.
-        log_probs: log π at the rollout of the trajectory's last L tokens, (L,) float32, at the request's temperature,
-            before its top-k, top-p and min-p, and after what else changed its logits (penalties, biases, lists of
-            tokens). From a worker these are the generated ones; of a whole conversation all, NaN where none was
-            generated.
+        log_probs: log π at the rollout of the trajectory's last L tokens, (L,) float32. From a worker these are the
+            generated tokens; in a whole conversation they are all tokens, NaN where a token was not generated. It is
+            at the temperature of the draw (the request's, times a schedule's factor), before top-k, top-p and min-p,
+            and after all other changes of the logits (penalties, biases, lists of tokens). An engine that records
+            sampling masks without ``full_log_probs`` takes it over the tokens left.
         sampling_mask: the tokens that sampling left; None where these are not recorded.
         dropped: how many edits of earlier turns were left out, since an agent or chat template has changed the tokens.
         prompted: how many tokens the prompts of all turns have.

@@ -82,7 +82,7 @@ class Densities:
 
     A density with noise that is too narrow, or of too many dimensions, for a ratio (`Perturbation.score_only`; rounding
     alone moves it by nats) enters only the policy loss, as density − stop_gradient(density). So ratio, clip and KL term
-    are the token's, and its gradient is right on a rollout's first update, the only one.
+    are the token's. The gradient is right for one update per rollout, and runs with more are refused.
     """
 
     def __init__(self, scope: ReplayScope, temperature: float, advantages: Tensor | None = None) -> None:

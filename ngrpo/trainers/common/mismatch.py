@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training–inference mismatch: |log π_trainer − log π_rollout| of a step's tokens, and importance weights.
 
-The mismatch after perturbed inputs is judged by that at plain positions, and each of them by that of unperturbed
-responses (the run's control). So a broken replay is seen on the first step.
+:func:`check_gap` compares the mismatch right after perturbed inputs with the mismatch at plain positions.
+:meth:`GapScale.check` compares every mismatch with that of unperturbed responses, the run's control. So a broken replay
+is seen on the first step.
 """
 
 from collections import Counter
@@ -310,9 +311,9 @@ def check_gap(measures: Mapping[str, float], limit: float, *, strict: bool) -> N
         expected = first if before == plain else min(expected, first)
     if perturbed <= limit * expected:
         return
-    compared = "there is no plain one" if plain is None else f"at plain ones it is {plain:.2g}"
+    compared = "there is no plain position" if plain is None else f"at plain positions they differ by {plain:.2g}"
     if before is not None:
-        compared += f", at tokens before the first perturbed input {before:.2g}"
+        compared += f", before the first perturbed input by {before:.2g}"
     _report(
         f"log-probabilities of rollout and trainer differ by {perturbed:.2g} on average right after perturbed inputs;"
         f" {compared}. At most {limit:g} times {expected:.2g} is expected of a replay that works.",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records on their way from an asynchronous vLLM engine with joined turns to a training batch, as bytes."""
+"""Records, as bytes, on their way from an asynchronous vLLM engine to a training batch, and the joining of turns."""
 
 import asyncio
 from collections import Counter
@@ -38,7 +38,10 @@ class EngineCheck:
             self._check = None
 
     async def passed(self) -> None:
-        """Returns once the check has passed, or waits in a busy engine; raises vLLM's error with its message."""
+        """Returns once the check has passed; raises vLLM's error with its message.
+
+        In a busy engine it returns at once: the check runs before the next request that finds the engine idle.
+        """
         if not self._perturbed:
             return
         if self._check is None:
@@ -281,8 +284,8 @@ class TwoRounds:
     Attributes:
         rewards: of all responses, the first round's in front, (G + G',) float32.
         place: of this response among them.
-        log_probs: log π_old of its tokens given its round's prompt, (T,) float32; None in the first round with its
-            prompt from the data.
+        log_probs: log π_old of its tokens given the second round's prompt, (T,) float32; None for a response of the
+            first round, and for a refinement, which is trained with its own prompt.
     """
 
     rewards: np.ndarray

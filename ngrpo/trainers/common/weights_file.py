@@ -64,7 +64,7 @@ def load_weights_file(worker: Any, path: str) -> int:
 def reload_weights(runner: RunnerV1, weights: Iterable[tuple[str, Tensor]]) -> None:
     """Loads a checkpoint's weights into a model runner of vLLM, where CPU kernels multiply with packed copies.
 
-    vLLM's `load_weights` does not do: only `reload_weights` restores the checkpoint's layout first. In vLLM 0.29 that
+    vLLM's `load_weights` is not enough: only `reload_weights` restores the checkpoint's layout first. In vLLM 0.29 that
     leaves two kinds of modules unpacked, which are packed here. Otherwise a tied head, which is in no checkpoint, would
     keep the old weights, and experts would be read as if they were packed.
     """

@@ -42,8 +42,8 @@ class PerturbedActorTrainer(Upstream):
     """What goes in front of `ActorPPOTrainer`; a run without a feature skips its line.
 
     Attributes:
-        policy_noise: σ and number of the next weight sync, set by the trainer.
-        gradient_norms: of a rollout's updates, by the number of updates that the actor then has had.
+        policy_noise: σ of the next weight sync, and the training step that its noise is drawn for; set by the trainer.
+        gradient_norms: the norms of a rollout's updates, by the actor's number of updates so far.
     """
 
     policy_noise = (0.0, 0)

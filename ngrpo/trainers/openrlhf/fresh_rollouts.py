@@ -118,7 +118,8 @@ class FreshRollouts(RolloutQueue):
                 self._waiting = fresh[self._batch :]
                 return fresh[: self._batch], states, filter_pass_rate, generation_seconds
             self._waiting = fresh
-            # The trainer returns a token for each batch that it takes, so this one returns the batch's own.
+            # The trainer returns a token for each batch that it gets. It does not get this one, so its token is
+            # returned here.
             self._slots.put(self._step(), block=True)
 
     def _fresh(self, samples: list[Experience]) -> list[Experience]:

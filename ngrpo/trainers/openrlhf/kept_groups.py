@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Groups that a run keeps for its report: all responses to a prompt, token by token, with rewards and advantages.
 
-At most :data:`STEPS` steps are kept: every step, and each time that there are too many only every second one of them.
-So they are spread evenly over a run of any length.
+At most :data:`STEPS` steps are kept. At first every step is kept; each time that there are too many, every second one
+is dropped. So the kept steps are spread evenly over a run of any length.
 """
 
 import itertools

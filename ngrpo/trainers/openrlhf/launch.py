@@ -29,7 +29,8 @@ _PROGRAM = "openrlhf.cli.train_ppo_ray"
 # As OpenRLHF 0.11.2 gives it to its own ray.init (cli/train_ppo_ray.py), which ours replaces.
 _OPENRLHF_ENV = {"TOKENIZERS_PARALLELISM": "true", "NCCL_DEBUG": "WARN", "RAY_ENABLE_ZERO_COPY_TORCH_TENSORS": "1"}
 
-# How the variables begin that docs name and every worker gets as they are here; the last two differ by node.
+# Prefixes of the environment variables that the docs name. Every worker gets these variables with this process's
+# values, except those of `_OF_A_NODE`, which differ by node.
 _TRAVELS = ("DS_", "FI_", "GLOO_", "HF_", "HUGGING_FACE_", "NCCL_", "NGRPO_", "TORCH_NCCL_", "TRANSFORMERS_", "UCX_")
 _TRAVELS += ("VLLM_", "WANDB_")
 _OF_A_NODE = (processes.OWNER, "VLLM_HOST_IP")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """OpenRLHF's models: ``PolicyModelActor`` and ``ReferenceModelActor`` replay the rollout's inputs in their forwards.
 
-Also the parameters that a perturbation adds to a model.
+The module also adds a perturbation's own parameters to a model, and gives them their learning rates.
 """
 
 import math
@@ -46,7 +46,7 @@ class _Replaying(Upstream):
 
     Attributes:
         is_policy: whether it is the policy's actor, which keeps values of its forwards for the experience maker.
-        model_attribute: under which OpenRLHF's actor has its ``Actor``.
+        model_attribute: the attribute in which OpenRLHF's actor keeps its ``Actor``.
     """
 
     is_policy: bool

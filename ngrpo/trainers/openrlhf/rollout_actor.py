@@ -113,7 +113,7 @@ class PerturbedRolloutRayActor(Upstream):
         return result
 
     async def weights_updated(self, is_last: bool) -> None:
-        """After a sync's last parameter neighbors are computed, so that a hybrid engine's KV cache still sleeps."""
+        """Has neighbors computed after a sync's last parameter, while a hybrid engine's KV cache still sleeps."""
         if not is_last:
             return
         self.weight_version += 1
@@ -172,7 +172,7 @@ class ControlQuota:
         self._left = CONTROLS
 
     def enter(self, round_number: int) -> None:
-        """A request of this round has arrived; another round than that of the request before has a new quota."""
+        """A request of this round has arrived. The quota is renewed if the request before was of another round."""
         if round_number != self._round:
             self._round = round_number
             self._left = CONTROLS

@@ -59,8 +59,8 @@ class PerturbedSamplesGenerator(Upstream):
 
     def _dispatch_prompts_to_vllm(self, prompts: list[str], *args: object, **kwargs: Any) -> Any:
         run = current_run()
-        # If the prompts end with a batch, OpenRLHF requests one more of none, which is no round; prompts that
-        # replace filtered ones are of the same round.
+        # Rounds are counted here and not in _generate_vllm, which OpenRLHF calls once more without prompts where the
+        # prompts end with a batch. Prompts that replace filtered ones belong to the same round.
         if not (self._in_round or self.evaluating):
             self._in_round = True
             self.rollout_round += 1

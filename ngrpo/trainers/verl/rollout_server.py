@@ -76,7 +76,7 @@ class PerturbedHttpServer(vLLMHttpServer):
     _pick_ups: PickUps | None = None
 
     async def run_server(self, args: Namespace) -> None:
-        """Starts the engine; every worker confirms the perturbation, or raises, and checks its overrides."""
+        """Starts the engine; raises unless every worker has the perturbation and the start-up check passes."""
         await super().run_server(args)
         spec = (args.additional_config or {}).get(KEY)
         if spec is None:

@@ -88,7 +88,7 @@ def test_arguments_in_a_text_are_read() -> None:
         ({"seed": -1}, "must be an integer from 0 to"),
         ({"training_step": 1 << 63}, "must be an integer from 0 to 9223372036854775807"),
         ({"enabled": 1}, "must be True or False"),
-        ({"answer": 4, "answers": 4}, "['answer']=4: must be from 0 to 1 below"),
+        ({"answer": 4, "answers": 4}, "['answer']=4: must be below"),
         ({"record": "text"}, "must be the bytes of a record"),
         ({"record": RECORD[:-1]}, "is damaged"),
         ({"record": OF_ANOTHER_MODEL}, "it is of another model"),
