@@ -57,7 +57,8 @@ def joined(first: Results, more: Results) -> Results:
     """One comparison of the strategies and seeds of two, which were run one after the other or on two machines.
 
     Args:
-        first: its baseline and threshold are taken; of what ``first`` and ``more`` have, its row stays.
+        first: its baseline and threshold are taken; of what ``first`` and ``more`` have, its row stays, but that of a
+            run which ``more`` alone has finished.
         more: trained and evaluated in the same way, and counted with the same threshold where there is one.
 
     Returns:
@@ -76,8 +77,10 @@ def joined(first: Results, more: Results) -> Results:
         if value != conditions_more[name]:
             raise ValueError(f"parts with different {name} are not joined: {value} and {conditions_more[name]}")
     strategies = _union(first["strategies"], more["strategies"], "id")
-    runs = _union(first["runs"], more["runs"], "id")
-    run_ids = {run["id"] for run in first["runs"]}
+    finished_now = {run["id"] for run in more["runs"] if run["status"] == "done"}
+    first_runs = [run for run in first["runs"] if run["status"] == "done" or run["id"] not in finished_now]
+    runs = _union(first_runs, more["runs"], "id")
+    run_ids = {run["id"] for run in first_runs}
     repeated = [{**run, "cpu": more["machine"].get("cpu")} for run in more["runs"] if run["id"] in run_ids]
     processors = dict.fromkeys([first["machine"].get("cpu"), more["machine"].get("cpu")])
     return {

@@ -17,6 +17,16 @@ from ngrpo.machine.upstream.openrlhf_flags import Flags, left_over
 from ngrpo.workbench import evaluate
 from perturbations.errors import UsageError
 
+# How problems of --data are read: options with their defaults.
+_OF_DATA = {
+    "split": None,
+    "scorer": "auto",
+    "input_key": "input",
+    "label_key": "label",
+    "instruction": None,
+    "skip_unanswered": False,
+}
+
 
 class CommandParser(argparse.ArgumentParser):
     """A parser with errors of class :class:`UsageError`, and with the nearest match for an unknown flag."""
@@ -46,9 +56,13 @@ class CommandParser(argparse.ArgumentParser):
         add("--data", metavar="SRC", help="the problems: benchmark, file or hub dataset, see below")
         add("--split", help="of a hub dataset")
         add("--task", metavar="NAME", help="the held-out problems of a task, as in ngrpo train --help")
-        add("--scorer", default="auto", help="auto, math, choice, reasoning_gym, or a file with reward_func [auto]")
-        add("--input-key", default="input", help="column of prompts in OpenRLHF's layout [input]")
-        add("--label-key", default="label", help="column of references in OpenRLHF's layout [label]")
+        add(
+            "--scorer",
+            default=_OF_DATA["scorer"],
+            help="auto, math, choice, reasoning_gym, or a file with reward_func [auto]",
+        )
+        add("--input-key", default=_OF_DATA["input_key"], help="column of prompts in OpenRLHF's layout [input]")
+        add("--label-key", default=_OF_DATA["label_key"], help="column of references in OpenRLHF's layout [label]")
         add("--instruction", metavar="TEXT", help="appended to each question [the answer's form, for bare questions]")
         add("--chat_template_kwargs", metavar="NAME=VALUE", help="the chat template's own arguments, with commas")
         add("--input-template", metavar="TEXT", help="a text with {} for the prompt, in place of the chat template, as"
@@ -88,9 +102,11 @@ def problems_of(args: argparse.Namespace, limit: int | None, report: Report) -> 
         template = {conversation.INPUT_TEMPLATE: args.input_template}
     common = {"limit": limit, "template": template}
     if args.task is not None:
-        if args.scorer != "auto":
-            raise UsageError(f"--scorer {args.scorer}: a task has its own. Leave --scorer out, or use --data.")
+        for name, default in _OF_DATA.items():
+            value = getattr(args, name)
+            if value != default:
+                flag = f"--{name.replace('_', '-')}"
+                raise UsageError(f"{flag} {value}: a task has its own. Leave {flag} out, or use --data.")
         return evaluate.load_task(args.task, **common), f"task {args.task}"
-    names = ("split", "scorer", "input_key", "label_key", "instruction", "skip_unanswered")
-    options: dict[str, Any] = {name: getattr(args, name) for name in names}
+    options: dict[str, Any] = {name: getattr(args, name) for name in _OF_DATA}
     return evaluate.load_problems(args.data, report=report, **common, **options), args.data

@@ -42,7 +42,9 @@ def run(argv: list[str], *, report: Report) -> int:
     rows = []
     for problem in problems:
         prompt: object = _plain_text(problem) if args.plain else [dict(message) for message in problem.messages]
-        rows.append({"input": prompt, "label": problem.answer, **problem.template})
+        # A problem of reasoning-gym has a label with all that its scorer needs.
+        label = problem.meta.get("label", problem.answer)
+        rows.append({"input": prompt, "label": label, **problem.template})
     with writing(out):
         out.parent.mkdir(parents=True, exist_ok=True)
     write_text(out, json_lines(rows))

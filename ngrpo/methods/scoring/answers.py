@@ -21,12 +21,22 @@ _THOUGHT = re.compile(r"<(think|thinking)>.*?</\1>", re.DOTALL)
 _THOUGHT_BEGINS = re.compile(r"<think(?:ing)?>")
 _THOUGHT_ENDS = re.compile(r"</think(?:ing)?>")
 _BOX = re.compile(r"\\(?:boxed|fbox)")
-_BETWEEN_BOXES = re.compile(r"(?:[\s$,]|\\[()]|\band\b|\bor\b|\\text\{\s*(?:and|or)\s*\})*")
+_BETWEEN_BOXES = re.compile(
+    r"(?=.*(?:,|\band\b|\bor\b))(?:[\s$,]|\\[()]|\band\b|\bor\b|\\text\{\s*(?:and|or)\s*\})*", re.DOTALL
+)
 _ASSISTANT = "assistant\n"
 # 1,234.50 and 12 are numbers; the 3 of x3 is not. The minus of 8-5 is not a sign.
 _NUMBER = re.compile(r"(?:(?<![\w)\].])-)?(?<![\w.])(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?")
 # "the answer is 12", "Answer: **12**", "#### 12" (GSM8K): the rest of the line, of the last such statement.
 _STATEMENT = re.compile(r"(?:\banswer\b[^\n:=.]{0,40}?(?:\bis\b|:|=)|####)\s*:?\s*(?P<rest>[^\n]+)", re.IGNORECASE)
+# "The answer is correct" and "the answer is found by adding" are about an answer that the text has elsewhere.
+_ABOUT_ANSWER = re.compile(
+    r"\W*(?:(?:indeed|still|also|therefore|thus|clearly|both)\s+)*"
+    r"(?:(?:correct|right|unchanged|verified|confirmed|consistent|reasonable|plausible|sensible|valid|unique|accurate)"
+    r"(?=\s*(?:[.,;:!)]|$|\b(?:and|as|because|for|given|in|since|when|with)\b))"
+    r"|(?:found|obtained|computed|calculated|derived|determined)\s+(?:by|from|using|with)\b)",
+    re.IGNORECASE,
+)
 
 
 def generated(query: str, prompt: str) -> str:
@@ -87,9 +97,18 @@ def _content(text: str, start: int) -> tuple[str, int]:
 
 
 def stated(text: str) -> str | None:
-    """What follows the last "answer is", "answer:" or "####", to the end of its line."""
-    matches = list(_STATEMENT.finditer(text))
-    return matches[-1]["rest"].strip() if matches else None
+    """What follows the last "answer is", "answer:" or "####", to the end of its line.
+
+    A statement that :func:`is_about_answer` counts only where there is no other.
+    """
+    rests = [match["rest"].strip() for match in _STATEMENT.finditer(text)]
+    values = [rest for rest in rests if not is_about_answer(rest)]
+    return next(reversed(values or rests), None)
+
+
+def is_about_answer(rest: str) -> bool:
+    """Whether what follows "answer is" says something about an answer, such as "correct", and not its value."""
+    return _ABOUT_ANSWER.match(rest) is not None
 
 
 def numbers(text: str, *, alone: bool = False) -> list[str]:
@@ -215,6 +234,12 @@ _TEXT_ENDS = re.compile(
     r"|\s+is\s+(?:the\s+)?(?:correct|right)"
 )
 _SEVERAL = re.compile(r"\s*(?:,|/|&|,?\s*\bor\b|,?\s*\band\b)\s*\(?[A-Za-z]\)?(?![\w’'])")
+# What rules several letters out, right after them: "A, C and D are incorrect", "A or C cannot hold".
+_RULED_OUT = re.compile(
+    rf"(?:{_SEVERAL.pattern})+\s+(?:(?:are|is|were|can|could|must\s+be|have\s+been|all|both|therefore|clearly)\s+)*"
+    r"(?:incorrect|wrong|false|invalid|impossible|eliminated|excluded|ruled\s+out|out\b|not\b|cannot\b|\w+n[’']t\b)",
+    re.I,
+)
 _NAMED = re.compile(
     r"(?<![\w’'])(?<![A-Za-z], )(?<!\bor )(?<!\band )\(?(?P<letter>[A-Z])\)?"
     r"\s+is\s+(?:(?:definitely|clearly|the|my)\s+)*(?:correct|right|best|(?:final\s+)?answer)\b"
@@ -292,7 +317,10 @@ def _claims(text: str, letter_of: dict[str, str]) -> list[str]:
 
 
 def _claim(text: str, letter_of: dict[str, str]) -> str | None:
-    """The letter that a text begins with, itself or by its option's text; empty for several, else None."""
+    """The letter that a text begins with, itself or by its option's text.
+
+    Empty for several letters; None for no letter, and for several that the text rules out.
+    """
     with_filler = text.strip(' :="\n')
     text = _FILLER.sub("", text, count=1).strip()
     for beginning in (with_filler, text):  # an option may begin with a filler, such as "No increase"
@@ -305,7 +333,7 @@ def _claim(text: str, letter_of: dict[str, str]) -> str | None:
     letter = match["letter"].upper()
     rest = match["rest"]
     if _SEVERAL.match(rest):
-        return ""
+        return None if _RULED_OUT.match(rest) else ""
     if _ENDS.match(rest):
         return letter
     if match["close"] and not re.match(r"\s*is\b", rest):

@@ -34,6 +34,8 @@ _UNIT = re.compile(
     rf"(?:(?<=[\S]){SPACE}*{TEXT}\{{(?P<a>[^{{}}]*)\}}|(?<=[\d}})\]]){SPACE}+(?P<b>[A-Za-z][A-Za-z. /]+)"
     rf"|(?<=[\d}}])(?P<d>[a-z]{{2,}})|(?P<c>\\?%))(?:\^\{{?(?P<power>\d)\}}?)?$"
 )
+# The xy of 3 xy are factors; the men of 5 men, and the pm of 5 pm, are not.
+_PRODUCT = re.compile(r"(?!am|pm)[a-z]{2}|[abc]{3}|[xyz]{3}", re.I)
 _DEGREES = re.compile(r"\s*(?:\^\{?\s*\\circ\s*\}?|°|\\degree)$")
 # {x | 1 < x < 2}, and {x \in R : x < 2}: the condition.
 _BUILDER = re.compile(r"^\\\{\s*[A-Za-z][^|:<>]*?(?:\\mid|\\vert|\||:)((?=.*(?:[<>]|\\[lg][et])).*)\\\}$")
@@ -49,6 +51,10 @@ _UNITS = {
         "l": "l liter litre", "ml": "ml milliliter", "mph": "mph mile/hour mi/h", "km/h": "km/h kmh kph kilometer/hour",
         "m/s": "m/s meter/second", "dollar": "dollar usd", "cent": "cent", "percent": "percent % percentage",
         "degree": "degree deg", "rad": "rad radian", "j": "j joule", "kj": "kj kilojoule", "n": "n newton",
+        "dm": "dm decimeter decimetre", "nm": "nm nanometer nanometre", "ha": "ha hectare", "cl": "cl centiliter",
+        "dl": "dl deciliter", "pt": "pt pint", "qt": "qt quart", "ms": "ms millisecond", "kw": "kw kilowatt",
+        "hz": "hz hertz", "pa": "pa pascal", "ev": "ev", "kv": "kv kilovolt", "kb": "kb kilobyte",
+        "mb": "mb megabyte", "gb": "gb gigabyte", "tb": "tb terabyte",
     }.items()
     for alias in aliases.split()
 }  # fmt: skip
@@ -162,7 +168,8 @@ def _without_unit(text: str, unit: tuple[str, int] | None) -> tuple[str, tuple[s
             power = its_power
     parts = re.split(r"\s*/\s*|\s+per\s+", name)
     name = "/".join(part if part in _UNITS else part.removesuffix("s") for part in parts)
-    if match["d"] and name not in _UNITS:
+    is_product = match["d"] or (match["b"] and _PRODUCT.fullmatch(match["b"]))
+    if is_product and name not in _UNITS:
         return text, unit
     return text[: match.start()], (_UNITS[name], power) if name in _UNITS else unit
 

@@ -2,11 +2,11 @@
 """The final answer of a response as LaTeX that math-verify reads."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from decimal import Decimal
 from itertools import pairwise
 
-from ngrpo.methods.scoring.answers import last_boxes, visible
+from ngrpo.methods.scoring.answers import is_about_answer, last_boxes, visible
 
 # Of a long text the end is searched: the answer is there, and math-verify's search grows faster than the length.
 _TAIL = 4000
@@ -44,7 +44,7 @@ _SENTENCE_ENDS = re.compile(
     r"|,?\s(?:because|since|which|where|when|so|for|if|as|from|by|in total|altogether)\b"
 )
 _LEADING = re.compile(
-    r"(?:(?:that|but|just|simply|exactly|approximately|about|only|either|both|therefore|thus|equals?|to"
+    r"(?:(?:that|but|just|simply|exactly|approximately|about|only|either|both|therefore|thus|given by|equals?|to"
     r"|the (?:sum|result|total))\s+(?:is\s+)?|[:=]\s*)+",
     re.I,
 )
@@ -136,7 +136,7 @@ def prepared(text: str) -> tuple[str, bool]:
 
     Text that was corrected or denied later does not count, nor several numbers that it leaves open. The first of these
     does: the last box with the boxes joined to it; the last ``<answer>``; the text after the last "answer is",
-    "answer:" or "####"; the whole, if it is only an answer.
+    "answer:" or "####" that gives a value; the whole, if it is only an answer.
 
     Returns:
         The answer as LaTeX, empty where it is cut off, and True; or the text in which to search for it, and False.
@@ -144,6 +144,7 @@ def prepared(text: str) -> tuple[str, bool]:
     text = _MARKUP.sub(lambda match: match["inside"] or "", visible(text)).strip()
     text = _SCALE.sub(_scaled, _DENIED.sub(" ", text))
     answer: str | None = None
+    about_answer: str | None = None
     tail = text[-_TAIL:].strip()
     open_until = _open_until(text)
 
@@ -164,12 +165,17 @@ def prepared(text: str) -> tuple[str, bool]:
         if corrected:
             answer = corrected["rest"]
             break
-        statements = list(_STATED.finditer(part[-_TAIL:]))
+        matches = list(_STATED.finditer(part[-_TAIL:]))
         if open_until:
-            statements = [match for match in statements if not re.search(_MAYBE, match[0], re.I)]
-        if statements:
-            answer = statements[-1]["below"] or statements[-1]["rest"]
+            matches = [match for match in matches if not re.search(_MAYBE, match[0], re.I)]
+        values, about = _statements(matches)
+        if values:
+            answer = values[-1]
             break
+        if about:
+            about_answer = about[-1]
+    else:
+        answer = about_answer
 
     if open_until and answer is None:
         tail = text[open_until:][-_TAIL:].strip()
@@ -183,10 +189,18 @@ def prepared(text: str) -> tuple[str, bool]:
 
 def _in_tag(text: str) -> str:
     """What the text of an ``<answer>`` tag states, or all of it."""
-    statements = list(_STATED.finditer(text))
-    if statements:
-        text = statements[-1]["rest"] or statements[-1]["below"]
-    return text.strip()
+    values, about = _statements(_STATED.finditer(text))
+    return next(reversed(values or about), text).strip()
+
+
+def _statements(matches: Iterable[re.Match[str]]) -> tuple[list[str], list[str]]:
+    """What follows each "answer is": the values of answers, and what is only about an answer, such as "correct"."""
+    values: list[str] = []
+    about: list[str] = []
+    for match in matches:
+        statement = match["below"] or match["rest"]
+        (about if is_about_answer(statement) else values).append(statement)
+    return values, about
 
 
 def _settled(candidate: str, *, is_stated: bool) -> str | None:

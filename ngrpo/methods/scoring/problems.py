@@ -105,7 +105,7 @@ def load_problems(
         problem = replace(problem, id=f"{name}-{index}", scorer=problem.scorer if scorer == "auto" else scorer)
         if problem.answer or problem.scorer == "reasoning_gym":
             appended = _usual_instruction(layout, problem) if instruction is None else instruction
-            problems.append(_completed(where, problem, appended))
+            problems.append(_with_instruction(with_readable_answer(where, problem), appended))
         elif not skip_unanswered:
             raise UsageError(
                 f"{where} has no answer ({layout} layout; columns {', '.join(row)}). Add the reference, or leave such"
@@ -125,19 +125,23 @@ def _usual_instruction(layout: str, problem: Problem) -> str:
     return LETTER if problem.scorer == "choice" else BOXED
 
 
-def _completed(where: str, problem: Problem, instruction: str) -> Problem:
-    """The problem with its instruction, and a reference as its scorer reads it; UsageError where the scorer cannot."""
-    if problem.scorer == "reasoning_gym" and "label" not in problem.meta:
+def with_readable_answer(where: str, problem: Problem) -> Problem:
+    """The problem with a reference as its scorer reads it; UsageError, which begins with ``where``, if it cannot."""
+    needs_entry = problem.scorer == "reasoning_gym" or problem.scorer.startswith("task:reasoning_gym")
+    if needs_entry and "label" not in problem.meta:
         raise UsageError(f"{where} was not made by reasoning-gym: its label has no entry of a dataset.")
-    if problem.scorer == "choice":
-        letters = string.ascii_uppercase[: len(problem.meta.get("options", string.ascii_uppercase))]
-        letter = problem.answer.strip("().").upper()
-        if len(letter) != 1 or letter not in letters:
-            raise UsageError(
-                f"{where}: the answer {problem.answer!r} is not a letter from A to {letters[-1]}, as scorer choice"
-                " needs."
-            )
-        problem = replace(problem, answer=letter)
+    if problem.scorer != "choice":
+        return problem
+    letters = string.ascii_uppercase[: len(problem.meta.get("options", string.ascii_uppercase))]
+    letter = problem.answer.strip("().").upper()
+    if len(letter) != 1 or letter not in letters:
+        raise UsageError(
+            f"{where}: the answer {problem.answer!r} is not a letter from A to {letters[-1]}, as scorer choice needs."
+        )
+    return replace(problem, answer=letter)
+
+
+def _with_instruction(problem: Problem, instruction: str) -> Problem:
     if not instruction:
         return problem
     *before, last = problem.messages

@@ -23,7 +23,7 @@ from ngrpo.workbench.evaluate.evaluation import unscored, unscored_warnings
 from ngrpo.workbench.report import write_report
 from ngrpo.workbench.report.headline import by_arm, evaluated
 from ngrpo.workbench.report.responses import MOST_BYTES, fitting
-from ngrpo.workbench.report.values import dig, shares
+from ngrpo.workbench.report.values import dig, format_number, shares
 
 # OpenRLHF logs an evaluation as eval_DATASET_pass1, its Mean@n, and eval_DATASET_passN, with N responses to a problem.
 _EVALUATION_TAG = re.compile(r"_pass(\d+)$")
@@ -450,4 +450,4 @@ def _reward_change(row: Mapping[str, Any]) -> str:
     """``0.120 → 0.340``: the mean rewards of the first and the last quarter of steps."""
     first = row["reward_first"]
     last = row["reward_last"]
-    return "–" if last is None else f"{first['value']:.3f} → {last['value']:.3f}"
+    return "–" if last is None else f"{format_number(first['value'])} → {format_number(last['value'])}"

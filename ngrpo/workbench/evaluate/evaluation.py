@@ -18,6 +18,7 @@ from ngrpo.machine.storage.result_folder import SETTINGS, ResultFolder
 from ngrpo.machine.upstream.types import LLM, TokenizerLike
 from ngrpo.machine.upstream.versions import machine, versions
 from ngrpo.methods.scoring import TIMED_OUT, Problem, digest
+from ngrpo.methods.scoring.problems import with_readable_answer
 from ngrpo.methods.scoring.reward_alarms import alarm_notes
 from ngrpo.methods.tasks import check_problems, check_scorer, score
 from ngrpo.workbench.evaluate import engine as engines
@@ -248,7 +249,10 @@ def rescore(
             if scorer.endswith(".py"):
                 for note in alarm_notes("--scorer", scorer):
                     report(f"warning: {note}")
-            problems = [replace(problem, scorer=scorer) for problem in problems]
+            problems = [
+                with_readable_answer(f"--rescore {folder}: {problem.id}", replace(problem, scorer=scorer))
+                for problem in problems
+            ]
             settings["digest"] = digest(problems)
         settings |= _scorers(problems)
         by_id = {problem.id: problem for problem in problems}

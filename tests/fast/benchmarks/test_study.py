@@ -129,6 +129,17 @@ def test_parts_of_a_study_are_joined_to_the_whole(tmp_path: Path, monkeypatch: p
     assert "\nngrpo compare --seeds 1,2\n" in tables
 
 
+def test_a_run_that_the_first_part_did_not_finish_is_taken_from_the_second() -> None:
+    whole = example(steps=2)
+    first, *others = whole["runs"]
+    unfinished = {**whole, "runs": [{**first, "status": "failed", "evaluation": None}, *others]}
+    together = publishing.joined(unfinished, whole)
+    assert together["summary"] == whole["summary"]
+    assert first["id"] not in {run["id"] for run in together["repeated"]}
+    assert len(together["repeated"]) == len(others)
+    assert publishing.joined(whole, unfinished)["summary"] == whole["summary"]
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [

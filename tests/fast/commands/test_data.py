@@ -75,6 +75,15 @@ def test_rows_without_an_answer_are_left_out_and_counted(capsys: pytest.CaptureF
     assert len(rows("one.jsonl")) == 1
 
 
+def test_a_problem_of_reasoning_gym_keeps_what_its_scorer_needs() -> None:
+    label = json.dumps({"dataset": "spell_backward", "entry": {"question": "Spell abc.", "answer": "cba"}})
+    Path("s.jsonl").write_text(json.dumps({"input": "Spell abc.", "label": label}) + "\n")
+    assert cli.main(["data", "s.jsonl"]) == 0
+    assert rows("data/s.jsonl")[0]["label"] == label
+    (problem,) = load_problems("data/s.jsonl")
+    assert problem.scorer == "reasoning_gym"
+
+
 def test_nothing_is_overwritten(capsys: pytest.CaptureFixture[str]) -> None:
     Path("s.jsonl").write_text(json.dumps(SETS["aime2025"][0]) + "\n")
     Path("data").mkdir()

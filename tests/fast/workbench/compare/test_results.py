@@ -209,6 +209,9 @@ def test_rewards_alone_compare_nothing(folder: ComparisonFolder) -> None:
     assert "0.100 → 0.500" in table
     assert "better" not in table
 
+    gumbel["reward_last"]["value"] = None  # JSON has no NaN, which a reward model may give
+    assert "→ –" in results.table(collected)
+
 
 def test_json_holds_no_nan(compared: Compared) -> None:
     run = compared.plan.runs()[0]

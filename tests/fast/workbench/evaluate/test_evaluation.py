@@ -288,6 +288,24 @@ def test_rescore_reads_the_samples_and_generates_none(
     assert llm.generated == 6
 
 
+@pytest.mark.parametrize(
+    ("scorer", "message"),
+    [
+        ("choice", "is not a letter from A to Z, as scorer choice needs"),
+        ("reasoning_gym", "was not made by reasoning-gym"),
+        ("task:reasoning_gym:chain_sum", "was not made by reasoning-gym"),
+    ],
+)
+def test_a_scorer_that_cannot_read_the_references_scores_nothing_anew(
+    scorer: str, message: str, llm: MadeUp, tmp_path: Path
+) -> None:
+    evaluate(llm, PROBLEMS, out=tmp_path, n=3)
+    before = samples(tmp_path)
+    with pytest.raises(UsageError, match=message):
+        rescore(tmp_path, scorer=scorer)
+    assert samples(tmp_path) == before
+
+
 def test_a_folder_that_was_scored_anew_is_one_of_the_new_scorer(llm: MadeUp, tmp_path: Path) -> None:
     reward = tmp_path / "reward.py"
     reward.write_text(ALWAYS_RIGHT)
@@ -405,6 +423,8 @@ def test_bad_sampling(name: str, value: float) -> None:
         ("--model smollm2-135m", "by --data SRC or by --task NAME"),
         ("--model smollm2-135n --task arithmetic", "Did you mean 'smollm2-135m'"),
         ("--model smollm2-135m --task arithmetic --scorer math", "a task has its own"),
+        ("--model smollm2-135m --task arithmetic --instruction Think.", "--instruction Think.: a task has its own"),
+        ("--model smollm2-135m --task arithmetic --skip-unanswered", "--skip-unanswered True: a task has its own"),
         ("--model smollm2-135m --task arithmetic --n 4 --k 1,8", "--k 8"),
         ("--model smollm2-135m --task arithmetic --max-token 4", r"'--max-token'\. Did you mean '--max-tokens'"),
         ("--model smollm2-135m --task arithmetic --run-dir x", r"--run-dir belongs to ngrpo train\. Give --out"),
