@@ -370,7 +370,9 @@ def check_rows(flags: Flags) -> str | None:
     responses = args["rollout.n_samples_per_prompt"]
     batch = args["train.batch_size"]
     rows = _row_count(flags, args)
-    epochs = args["train.num_episodes"] * args["train.max_epochs"]  # over which DeepSpeed accumulates
+    epochs = args["train.max_epochs"]
+    if prompts * responses * epochs % batch:
+        epochs *= args["train.num_episodes"]  # a step's remainder goes into the next one (`run_notes.batch_notes`)
     if rows is not None and rows * responses * epochs < batch:
         raise UsageError(
             f"{rows} rows × --rollout.n_samples_per_prompt {responses} are fewer responses than --train.batch_size"

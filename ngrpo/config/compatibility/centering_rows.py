@@ -28,6 +28,11 @@ SCORE_CENTERING = (
         fix="set --train.batch_size to these samples",
     ),
     Row(
+        what=flag("--critic.freezing_steps", off="-1"),
+        conflicts_with=features.CENTERING,
+        why=f"{_ONE_UPDATE}, and OpenRLHF keeps the rollouts of frozen steps for the policy's first step",
+    ),
+    Row(
         what=features.NOISE,
         conflicts_with=features.CENTERING,
         why=f"{_ONE_UPDATE}, not at weights with noise",

@@ -169,6 +169,13 @@ _DENSITY = (
         fix="set --train.batch_size to these samples, or add --perturbation.density token",
     ),
     Row(
+        what=flag("--critic.freezing_steps", off="-1"),
+        conflicts_with=features.SCORE_ONLY,
+        why="the density's noise is too narrow for a policy ratio, so each rollout is used for one update at the policy"
+        " that drew it, and OpenRLHF keeps the rollouts of frozen steps for the policy's first step",
+        fix="leave it out, or add --perturbation.density token",
+    ),
+    Row(
         what=features.NOISE,
         conflicts_with=features.SCORE_ONLY,
         why="the density's noise is too narrow for a policy ratio, so each rollout is used for one update at the policy"
@@ -434,6 +441,12 @@ _OPENRLHF = (
         conflicts_with=features.NO_CRITIC,
         why="the policy waits in these steps for a critic, and gae alone has one",
         fix="leave it out",
+    ),
+    Row(
+        what=flag("--critic.freezing_steps", off="-1"),
+        conflicts_with=flag("--train.dynamic_batch_enable"),
+        why="OpenRLHF keeps the rollouts of frozen steps for the policy's first step, which then trains the oldest one"
+        " and drops the newest",
     ),
     Row(
         what=flag("--actor.eps_clip"),

@@ -60,6 +60,7 @@ class MeasuringExperienceMaker(Upstream):
         run = current_run()
         rewards.refuse_untrained(rollout_samples)
         self.warn_of_cuts(rollout_samples)
+        self.note(rewards.take_partial_metrics(rollout_samples))
         ages = None
         if run.has_weight_versions:
             ages = staleness.ages(fresh_rollouts.take_versions(rollout_samples), self.weight_version)

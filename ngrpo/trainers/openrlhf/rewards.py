@@ -6,9 +6,13 @@ OpenRLHF 0.11.2 logs such an error in one line, continues with None for a reward
 function that hangs, and makes a reward of shape (1, 1) of a list or an array.
 """
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from itertools import cycle
 from typing import Any
+
+import torch
 
 from ngrpo.machine.upstream.types import Experience, PreTrainedTokenizerBase
 from ngrpo.methods.scoring import reward_calls
@@ -43,7 +47,9 @@ class CheckedExecutor:
         Raises:
             RewardFailed: if a call of the reward function or server has failed, or an agent's reward is no number.
         """
-        response = await self.executor.execute(**kwargs)
+        # OpenRLHF's executor of agents sets max_tokens by the observation, and gives one object to a whole group.
+        own_params = deepcopy(kwargs["sampling_params"])
+        response = await self.executor.execute(**{**kwargs, "sampling_params": own_params})
         if self._source is not None:
             self._source.raise_failure()  # which OpenRLHF has swallowed
         return {**response, **_numbers_of_agent(self.executor, response)}
@@ -166,6 +172,21 @@ def refuse_untrained(samples: Sequence[Experience]) -> None:
                 f" of it (action_ranges).\n  prompt: {short(sample.prompts[row])}\nRaise --data.max_len, leave that"
                 " prompt out, or let the agent keep a token."
             )
+
+
+def take_partial_metrics(samples: Sequence[Experience]) -> dict[str, float]:
+    """Takes the metrics that some of a step's responses lack out of the others' ``info``; the mean of each.
+
+    A reward function, server or agent may give ``extra_logs`` for some responses only. OpenRLHF 0.11.2 stacks each
+    metric over a micro-batch: it fails, or loses the metric, where a response has none.
+    """
+    counts = Counter(name for sample in samples for name in sample.info)
+    means = {}
+    for name, count in counts.items():
+        if count < len(samples):
+            values = [sample.info.pop(name).float() for sample in samples if name in sample.info]
+            means[name] = torch.cat(values).mean().item()
+    return means
 
 
 def cut_prompts(tokenizer: PreTrainedTokenizerBase, samples: Sequence[Experience], longest: int) -> int:

@@ -174,14 +174,14 @@ def compute(maker: Any, experiences: list[Experience], advantage: Advantage | No
     if advantage.leaves_out_overlong:
         overlong = order.grouped(torch.cat([experience.truncated for experience in experiences]).bool())
     advantages = advantage.compute(rewards, further, overlong)
-    if advantage.normalized_over_step:
-        advantages = normalised(advantages.reshape(1, -1)).view_as(advantages)
     second_round = current_run().second_round
     if second_round is not None and second_round.group == "all":
         carried: list[TwoRounds | None] = []
         for experience in experiences:
             carried.extend(two_rounds(experience.mm_train_inputs, len(experience.index)))
         advantages = advantages_of_all(advantage, rewards, advantages, order.in_order(carried))
+    if advantage.normalized_over_step:
+        advantages = normalised(advantages.reshape(1, -1)).view_as(advantages)
 
     has_counts = advantage.needs == "counts"
     measures = advantage_measures(rewards, advantages, counts=further if has_counts else None)

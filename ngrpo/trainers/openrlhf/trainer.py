@@ -64,13 +64,13 @@ class PerturbedTrainer(Upstream):
         # checkpoint's until the first weight sync. A resumed run sends its weights itself.
         if is_fresh and (run.policy_noise is not None or self.args.ds.load_in_4bit):
             self.broadcast_to_vllm()
+        self.choose_temperature()
         if run.eval_at_start and is_fresh and self.eval_dataloader:
             sampling = {
                 "temperature": self.args.eval.temperature,
                 "n_samples_per_prompt": self.args.eval.n_samples_per_prompt,
             }
             self.evaluate(0, **{**self.generate_kwargs, **sampling})
-        self.choose_temperature()
         return states
 
     def fit(self, *args: object, **kwargs: object) -> None:
@@ -301,7 +301,7 @@ def add_measures(status: dict[str, Any], measures: Mapping[str, float]) -> None:
 
 
 def warn_of_nothing_learned(status: Mapping[str, Any], step: int, rollout_samples: Sequence[Experience]) -> None:
-    """Warns of a step without an optimizer step, or with a gradient of 0 in each of them.
+    """Warns of a step without an optimizer step, one that left out responses, or gradients of 0 in all updates.
 
     Args:
         status: of the step.
@@ -316,7 +316,14 @@ def warn_of_nothing_learned(status: Mapping[str, Any], step: int, rollout_sample
             " those of the step before.",
             flush=True,
         )
-    elif updates is not None and status.get("zero_gradients") == updates:
+    elif status.get("left_out_responses"):
+        print(
+            f"ngrpo: warning: step {step} left out {status['left_out_responses']:g} of its {len(rollout_samples)}"
+            " responses: they do not fill a further --train.batch_size, as where prompts were filtered out or the last"
+            " batch is a short one.",
+            flush=True,
+        )
+    if updates and status.get("zero_gradients") == updates:
         print(
             f"ngrpo: warning: step {step} trained nothing: the gradient was exactly 0 in each of its updates"
             f" ({updates:g}). All advantages were 0, as where all responses to each prompt have the same reward, or"

@@ -25,9 +25,13 @@ from tests.support.run import run_of, run_with
 
 def strategy(seed: int = 3, updates: int = 0) -> Any:
     model = SimpleNamespace(global_steps=updates)
-    train = SimpleNamespace(seed=seed, batch_size=8, max_epochs=1)
-    args = SimpleNamespace(train=train, rollout=SimpleNamespace(n_samples_per_prompt=4))
-    return SimpleNamespace(args=args, actor=SimpleNamespace(model=model))
+    train = SimpleNamespace(seed=seed, batch_size=8, max_epochs=1, micro_batch_size=4, dynamic_batch_enable=False)
+    rollout = SimpleNamespace(n_samples_per_prompt=4, batch_size=2, vllm_generate_batch_size=2)
+    return SimpleNamespace(
+        args=SimpleNamespace(train=train, rollout=rollout),
+        actor=SimpleNamespace(model=model),
+        replay_buffer=SimpleNamespace(items=[None] * 8),
+    )
 
 
 @pytest.mark.parametrize(
@@ -101,6 +105,7 @@ def test_the_order_of_training_follows_seed_and_step(monkeypatch: pytest.MonkeyP
     class ActorPPOTrainer:
         def __init__(self, updates: int) -> None:
             vars(self).update(vars(strategy(updates=updates)))
+            self.strategy = SimpleNamespace(accumulated_gradient=2)
 
         def ppo_train(self, kl_ctl: float) -> dict[str, Any]:
             return {"order": torch.randperm(1000).tolist()}

@@ -5,8 +5,9 @@ import asyncio
 import math
 import pickle
 from collections.abc import Sequence
+from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ import torch
 
 from benchmarks.decoding import Decoding
 from ngrpo.methods import sampling_schedules
-from ngrpo.methods.sampling_schedules.base import Run
+from ngrpo.methods.sampling_schedules.base import PastStep, Run, SamplingSchedule
 from ngrpo.rollout import runners, settings
 from ngrpo.rollout.requests import RunningRequests
 from ngrpo.rollout.settings import KEY
@@ -328,12 +329,41 @@ def test_e3_over_a_run_and_a_resumed_one(monkeypatch: pytest.MonkeyPatch) -> Non
     assert resumed.past_steps == uninterrupted.past_steps
 
 
+@dataclass(frozen=True, kw_only=True)
+class Half(SamplingSchedule):
+    """Half of the temperature, in every training step."""
+
+    name = "half"
+
+    def factor_of_step(self, past: Sequence[PastStep], run: Run) -> float:
+        return 0.5
+
+
+def test_the_first_evaluation_has_the_temperature_of_later_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    run_with(monkeypatch, sampling_schedule=Half().spec(), eval_at_start=True)
+    monkeypatch.setattr(trainer, "vocabulary", lambda model: 151936)
+    factors = []
+
+    class Evaluating(Trainer):
+        eval_dataloader = range(1)
+        generate_kwargs: ClassVar[dict[str, Any]] = {}
+
+        def evaluate(self, step: int, **sampling: Any) -> None:
+            factors.append(self.samples_generator.temperature_factor)
+
+    evaluating = trainer.trainer(Evaluating)({"global_step": 0}, [])
+    evaluating.args.eval = SimpleNamespace(temperature=1.0, n_samples_per_prompt=1)
+    evaluating.init_checkpoint_states()
+    assert factors == [0.5]
+
+
 def experience_with_rollout() -> SimpleNamespace:
     """Three trained tokens, of log-probabilities −1, −3 and −2 in the rollout."""
     return SimpleNamespace(
         rollout_log_probs=torch.tensor([[-1.0, -3.0], [-2.0, -9.0]]),
         action_log_probs=torch.tensor([[-1.5, -3.0], [-2.0, -9.0]]),
         action_mask=torch.tensor([[1, 1], [1, 0]]),
+        info={},
     )
 
 

@@ -19,6 +19,7 @@ from ngrpo.trainers.common.sample_records import TwoRounds
 from ngrpo.trainers.openrlhf import experience_maker, step_advantages
 from perturbations.errors import UsageError
 from tests.support.gradient_problem import policy_loss
+from tests.support.run import run_with
 
 # --- advantages ------------------------------------------------------------------------------------------------------
 
@@ -48,6 +49,30 @@ def test_advantages_of_both_rounds_with_a_penalty_by_hand() -> None:
     group_norm = advantages.create("group_norm")
     of_all = step_advantages.advantages_of_all(group_norm, penalised, group_norm.compute(penalised), CARRIED)
     assert of_all[0].tolist() == pytest.approx([1.870829, 0.0, 0.0, -1.870829], abs=1e-6)
+
+
+def test_a_step_s_normalisation_is_over_the_advantages_of_both_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first group has r − 2/8 of both rounds, the second r − 1/2; all eight are then normalised together."""
+
+    class LessMean(type(advantages.create("group_norm"))):
+        normalized_over_step = True
+
+        def formula(self, rewards: Tensor, further: Tensor | None) -> Tensor:
+            return rewards - rewards.mean(-1, keepdim=True)
+
+    run_with(monkeypatch, second_round={"name": "lope"})
+    both_rounds = np.float32([0, 0, 0, 0, 0, 0, 1, 1])
+    carried = [TwoRounds(both_rounds, place).pack() for place in (6, 1, 2, 3)]
+    experience = SimpleNamespace(
+        index=list(range(8)),
+        rewards=torch.tensor([1.0, 0.0, 0.0, 0.0, 1.0, 1.0, 0.0, 0.0]),
+        prompts=["p"] * 4 + ["q"] * 4,
+        mm_train_inputs=carried + [None] * 4,
+    )
+    maker = SimpleNamespace(args=SimpleNamespace(rollout=SimpleNamespace(n_samples_per_prompt=4)), training_step=0)
+    (of_step,) = step_advantages.compute(maker, [experience], LessMean()).batches
+    raw = torch.tensor([0.75, -0.25, -0.25, -0.25, 0.5, 0.5, -0.5, -0.5])
+    assert of_step.tolist() == pytest.approx(((raw - raw.mean()) / raw.std()).tolist(), abs=1e-5)
 
 
 # --- the loss --------------------------------------------------------------------------------------------------------

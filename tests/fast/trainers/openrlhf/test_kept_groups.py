@@ -45,6 +45,7 @@ def experiences(size: int = 2, prompts: int = 2, *, length: int = 3, perturbed: 
         rollout_log_probs=None,
         prompts=[f"prompt {place // size}" for place in order],
         mm_train_inputs=[],
+        info={},
     )
     if perturbed:
         experience.mm_train_inputs = [packed if place % 2 else None for place in order]

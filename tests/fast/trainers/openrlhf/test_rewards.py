@@ -4,6 +4,7 @@
 import asyncio
 import time
 from fractions import Fraction
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from ngrpo.methods.scoring.reward_calls import SECONDS
-from ngrpo.trainers.openrlhf.rewards import CheckedExecutor, CheckedReward, RewardFailed
+from ngrpo.trainers.openrlhf.rewards import CheckedExecutor, CheckedReward, RewardFailed, take_partial_metrics
 from ngrpo.trainers.openrlhf.rollout_actor import RecordingExecutor
 from tests.support.run import run_with
 
@@ -134,7 +135,31 @@ class Agent:
 
 def response_of(**response: Any) -> dict[str, Any]:
     """What the checked executor of an agent returns for a response with these fields."""
-    return asyncio.run(CheckedExecutor(Agent(**response)).execute())
+    return asyncio.run(CheckedExecutor(Agent(**response)).execute(sampling_params=None))
+
+
+def test_each_response_has_sampling_parameters_of_its_own() -> None:
+    """OpenRLHF's executor of agents sets the length of the responses that it requests by their observation."""
+
+    class Shortening:
+        async def execute(self, sampling_params: Any) -> dict[str, Any]:
+            sampling_params.max_tokens -= 10
+            return {"reward": 1.0, "scores": 1.0, "max_tokens": sampling_params.max_tokens}
+
+    async def two_responses() -> list[dict[str, Any]]:
+        shared = SimpleNamespace(max_tokens=100)
+        executor = CheckedExecutor(Shortening())
+        return await asyncio.gather(*(executor.execute(sampling_params=shared) for _ in range(2)))
+
+    assert [response["max_tokens"] for response in asyncio.run(two_responses())] == [90, 90]
+
+
+def test_a_metric_that_some_responses_lack_becomes_the_mean_of_the_others() -> None:
+    infos = [{"reward": 1.0, "format": 1.0}, {"reward": 0.0}, {"reward": 1.0, "format": 0.0, "late": 2.0}]
+    samples = [SimpleNamespace(info={name: torch.tensor([value]) for name, value in info.items()}) for info in infos]
+    assert take_partial_metrics(samples) == {"format": 0.5, "late": 2.0}
+    assert [list(sample.info) for sample in samples] == [["reward"]] * 3
+    assert take_partial_metrics(samples) == {}
 
 
 def test_an_agent_has_one_number_too() -> None:

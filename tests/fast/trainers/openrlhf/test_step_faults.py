@@ -102,12 +102,16 @@ class _ActorPPOTrainer:
     """OpenRLHF's, of which an update has two micro-batches; each of them logs the latest update's gradient norm."""
 
     actor_loss_fn = None
+    buffered = 16  # responses in a rank's buffer
 
     def __init__(self) -> None:
         self.actor = SimpleNamespace(model=SimpleNamespace(global_steps=5))
         self.args = SimpleNamespace(
-            train=SimpleNamespace(batch_size=32, max_epochs=2), rollout=SimpleNamespace(n_samples_per_prompt=8)
+            train=SimpleNamespace(batch_size=32, max_epochs=2, micro_batch_size=4, dynamic_batch_enable=False),
+            rollout=SimpleNamespace(n_samples_per_prompt=8, batch_size=4, vllm_generate_batch_size=4),
         )
+        self.strategy = SimpleNamespace(accumulated_gradient=4)  # two ranks of 16 responses for each update
+        self.replay_buffer = SimpleNamespace(items=list(range(self.buffered)))
         self._latest_norm = 15.0
         self._norms = iter(())
 
@@ -148,7 +152,35 @@ def test_updates_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
         "zero_gradients": 0.0,
         "trained_responses": 32.0,
         "trained_groups": 4.0,
+        "left_out_responses": 0.0,
     }
+
+
+@pytest.mark.parametrize(
+    ("responses", "epochs", "prompts", "kept"),
+    [
+        (16, 1, 4, 16),
+        (12, 1, 4, 0),
+        (40, 1, 12, 32),
+        (12, 2, 4, 8),  # whose two epochs are one batch
+        (12, 4, 4, 12),
+        (12, 1, 6, 12),  # a whole step leaves responses over, too
+    ],
+)
+def test_a_short_step_ends_with_an_update(
+    responses: int, epochs: int, prompts: int, kept: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank's buffer keeps as many responses as fill whole batches; DeepSpeed would carry the others' gradient on."""
+    run_with(monkeypatch, preset="dapo")
+    actor = actor_trainer(_ActorPPOTrainer)()
+    actor.args.train.max_epochs = epochs
+    actor.args.rollout.batch_size = prompts
+    actor.args.rollout.vllm_generate_batch_size = prompts
+    actor.replay_buffer.items = list(range(responses))
+    status = actor.ppo_train()
+    assert actor.replay_buffer.items == list(range(kept))
+    assert status["left_out_responses"] == 2 * (responses - kept)
+    assert ("policy_loss" in status) == (kept > 0)
 
 
 def test_a_step_without_an_update_is_warned_of(
@@ -157,6 +189,14 @@ def test_a_step_without_an_update_is_warned_of(
     run_with(monkeypatch, preset="dapo")
     message = "step 4 made no optimizer step: 28 responses do not fill --train.batch_size"
     assert message in output_of_step_4(capsys=capsys)
+
+
+def test_responses_that_a_short_step_leaves_out_are_warned_of(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_with(monkeypatch, preset="dapo")
+    monkeypatch.setattr(_ActorPPOTrainer, "buffered", 20)
+    assert "step 4 left out 8 of its 28 responses" in output_of_step_4(1.0, capsys=capsys)
 
 
 def test_a_step_whose_gradients_are_all_exactly_0_is_warned_of(
@@ -213,7 +253,7 @@ def test_cut_prompts_are_counted(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     for prompt, kept_tokens in (("a b c d e", 4), ("a b c d", 4), ("a b", 2)):
         # Entry t of an action mask is of token t + 1.
         action_mask = torch.tensor([[int(entry >= kept_tokens - 1) for entry in range(7)]])
-        sample = SimpleNamespace(prompts=[prompt], action_mask=action_mask, rewards=torch.ones(1))
+        sample = SimpleNamespace(prompts=[prompt], action_mask=action_mask, rewards=torch.ones(1), info={})
         samples += [sample, sample]
     experience_maker = maker(args=ROOM)
 
@@ -234,7 +274,9 @@ def test_turns_without_room_are_counted(monkeypatch: pytest.MonkeyPatch, capsys:
         "a response up to the last token": [0, 0, 1, 0, 0, 1, 1],
         "a message that leaves room": [0, 0, 1, 1, 0, 0],
     }
-    samples = [SimpleNamespace(prompts=["p"], action_mask=torch.tensor([mask])) for mask in action_masks.values()]
+    samples = [
+        SimpleNamespace(prompts=["p"], action_mask=torch.tensor([mask]), info={}) for mask in action_masks.values()
+    ]
     experience_maker = maker(args=ROOM)
 
     experience_maker.make_experience_batch(samples)
