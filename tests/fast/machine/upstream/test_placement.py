@@ -237,12 +237,16 @@ class TestRows:
         # 33 = 2 × 16 + 1: one prompt's 4 answers cannot be dealt to 8 ranks.
         assert self.flags(tmp_path, 33, more).value("--data.max_samples") == "32"
 
-    def test_rows_of_several_episodes_fill_a_batch_together(self, tmp_path: Path) -> None:
-        """10 rows × 4 responses × 2 episodes are 80 responses, and an update takes 64."""
-        one = "--actor.num_gpus_per_node 1"
-        flag_checks.check_rows(self.flags(tmp_path, 10, f"{one} --train.num_episodes 2"))
+    def test_rows_of_several_episodes_fill_a_batch_only_where_whole_steps_leave_responses_over(
+        self, tmp_path: Path
+    ) -> None:
+        """10 rows × 4 responses × 2 episodes are 80 responses. A whole step has 64: an update of 64, or 48 and 16."""
+        two_episodes = "--actor.num_gpus_per_node 1 --train.num_episodes 2"
         with pytest.raises(UsageError, match=r"are fewer responses than --train\.batch_size 64"):
-            flag_checks.check_rows(self.flags(tmp_path, 10, one))
+            flag_checks.check_rows(self.flags(tmp_path, 10, two_episodes))
+        flag_checks.check_rows(self.flags(tmp_path, 10, f"{two_episodes} --train.batch_size 48"))
+        with pytest.raises(UsageError, match=r"are fewer responses than --train\.batch_size 48"):
+            flag_checks.check_rows(self.flags(tmp_path, 10, "--actor.num_gpus_per_node 1 --train.batch_size 48"))
 
     def test_the_limit_of_rows_holds_for_several_files_together(self, tmp_path: Path) -> None:
         """22 and 21 rows are 43, of which a last step would hang; 32 of them are two whole steps."""
