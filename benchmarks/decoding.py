@@ -239,7 +239,7 @@ class Decoding:
         starts = np.full(count, self._position)
         self.perturber.begin(self.requests, starts, np.ones_like(starts), np.zeros(count, dtype=bool))
         if self._reads_hidden:
-            self.perturber.computed(torch.zeros_like(self._last_hidden[:count]))
+            self.perturber.keep_hidden(torch.zeros_like(self._last_hidden[:count]))
         if len(self._temperature) != count:  # as in an engine, one tensor serves as long as the batch stays the same
             self._temperature = torch.ones(count, device=self._device)
         if self.perturber.computes_logits(count):  # as in the runner's wrapper

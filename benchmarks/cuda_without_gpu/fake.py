@@ -207,7 +207,7 @@ class FakeDecoding:
         starts = np.full(len(self.names), self._position)
         self.perturber.begin(self.names, starts, np.ones_like(starts), np.zeros(len(starts), dtype=bool))
         if self._reads_hidden:
-            self.perturber.computed(torch.empty(len(self.names), self._hidden, dtype=torch.bfloat16, device="cuda"))
+            self.perturber.keep_hidden(torch.empty(len(self.names), self._hidden, dtype=torch.bfloat16, device="cuda"))
         self.perturber.finish(logits, temperature, logits, None)
         self._position += 1
 

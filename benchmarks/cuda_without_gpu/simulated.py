@@ -169,7 +169,7 @@ def _draw(engine: Engine, batch: list[Request], ends: np.ndarray, plan: Plan) ->
         cold = torch.tensor([request.seed % 2 == 0 for request in batch])
         greedy = engine.up(torch.where(cold, logits.argmax(dim=-1), -1))
     if engine.reads_hidden:
-        engine.perturber.computed(engine.up(hidden))
+        engine.perturber.keep_hidden(engine.up(hidden))
     return engine.perturber.finish(scaled, engine.up(torch.ones(len(batch))), drawable, greedy)
 
 
@@ -183,7 +183,7 @@ def _draw_from_hidden(
     hidden = engine.up(torch.stack(rows))
     temperature = engine.up(torch.ones(len(batch)))
     if engine.reads_hidden:
-        engine.perturber.computed(hidden)
+        engine.perturber.keep_hidden(hidden)
     if engine.perturber.computes_logits(len(batch)):
         placeholder = output_layer.placeholder(len(batch))
         return engine.perturber.finish(placeholder, temperature, placeholder, None, output_hidden=hidden)

@@ -138,7 +138,7 @@ class AttachedPerturbation:
             hook.remove()
         self._hooks = ()
         if perturbation.reads_hidden:
-            self._hooks = _follow_output_layer(runner.get_model(), lambda hidden: self.perturber.computed(hidden))
+            self._hooks = _follow_output_layer(runner.get_model(), lambda hidden: self.perturber.keep_hidden(hidden))
         self.perturbation = perturbation
         self.module = module
         config = runner.vllm_config.additional_config

@@ -182,7 +182,7 @@ def check_texts(
 
 
 def compared(
-    plain: Mapping[str, Answer], fed: Mapping[str, Answer], row: int, *, partly: bool, what: str, unit: str
+    plain: Mapping[str, Answer], fed: Mapping[str, Answer], row: int, *, reads_tokens: bool, what: str, unit: str
 ) -> list[Comparison]:
     """What an engine and a trainer must agree on with themselves.
 
@@ -192,7 +192,7 @@ def compared(
         fed: in one batch, of the ``first`` text, the text with the ``other`` token fed at the row, the text with its
             ``own`` token fed there, and the ``last`` text.
         row: the row that is overridden.
-        partly: whether the model also reads the token in the text.
+        reads_tokens: whether the model also reads the token in the text.
         what: what happens to a row, in the comparisons' subjects.
         unit: what a text is there, in the comparisons' subjects.
     """
@@ -226,7 +226,7 @@ def compared(
         ),
     ]
     subject = f"a row {what} with another token's embedding"
-    if not partly:
+    if not reads_tokens:
         comparisons.append(
             comparison(
                 subject,

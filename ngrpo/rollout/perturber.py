@@ -255,7 +255,7 @@ class RolloutPerturber:
 
     # --- after the logits ---------------------------------------------------------------------------------------
 
-    def computed(self, hidden: Tensor) -> None:
+    def keep_hidden(self, hidden: Tensor) -> None:
         """Keeps the last hidden states, (B, D), of which the model computes the logits of the next :meth:`finish`."""
         self._hidden = hidden
 

@@ -121,11 +121,11 @@ def check_core(core: EngineCore) -> float:
     setattr(core, _DUE, False)
     try:
         with _without_pause(core):
-            partly = any(core.collective_rpc("perturbation_reads_tokens"))
+            reads_tokens = any(core.collective_rpc("perturbation_reads_tokens"))
             check_texts(
                 model.get_vocab_size(),
                 model.max_model_len - 3,
-                lambda texts: _comparisons(core, texts, partly),
+                lambda texts: _comparisons(core, texts, reads_tokens),
                 half_precision=str(model.dtype) != "torch.float32",
                 where="vLLM's engine",
                 model=", ".join(model.architectures or ["a model"]),
@@ -147,7 +147,7 @@ class Probe(NamedTuple):
     fed: Mapping[int, int]
 
 
-def _comparisons(core: EngineCore, texts: CheckTexts, partly: bool) -> list[Comparison]:
+def _comparisons(core: EngineCore, texts: CheckTexts, reads_tokens: bool) -> list[Comparison]:
     """Runs two batches and compares them: the texts as they are, and the same texts with some rows overridden."""
     text = texts.text
     plain = _answers(
@@ -173,7 +173,7 @@ def _comparisons(core: EngineCore, texts: CheckTexts, partly: bool) -> list[Comp
             "longer": Probe([*text, texts.other], fed={}),
         },
     )
-    comparisons = compared(plain, fed, texts.row, partly=partly, what="overridden", unit="request")
+    comparisons = compared(plain, fed, texts.row, reads_tokens=reads_tokens, what="overridden", unit="request")
     comparisons.append(
         Comparison(
             "the text in front of a generated token's override",
@@ -184,7 +184,7 @@ def _comparisons(core: EngineCore, texts: CheckTexts, partly: bool) -> list[Comp
             effect=comparisons[0].effect,
         )
     )
-    if not partly:
+    if not reads_tokens:
         # The second generated token follows the overridden first one, as the first one follows the longer text.
         after_other = fed["longer"].next_tokens[:1]
         comparisons.append(

@@ -72,7 +72,7 @@ class PerturbedGRPOTrainer(GRPOTrainer):
         # Of the last rollouts of training (True) and of evaluation (False): TRL keeps training batches meanwhile.
         self._rollouts: dict[bool, list[FinishedTrajectory]] = {True: [], False: []}
         # Which of these the next forward is of; None for all, in their order.
-        self._in_forward: list[int] | None = None
+        self._rows_of_forward: list[int] | None = None
         self._replay_routing = replay_routing
         self._correct_mask = correct_mask
         of_engine = {
@@ -104,7 +104,7 @@ class PerturbedGRPOTrainer(GRPOTrainer):
         return result
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        self._in_forward = None  # the next forwards are of all rollouts, in their order
+        self._rows_of_forward = None  # the next forwards are of all rollouts, in their order
         output = super()._generate_and_score_completions(inputs)
         # TRL shuffles and splits it with the batch.
         output[_ROWS] = torch.arange(len(output["completion_ids"]), device=output["completion_ids"].device)
@@ -124,7 +124,7 @@ class PerturbedGRPOTrainer(GRPOTrainer):
             return super().training_step(*args, **kwargs)
 
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
-        self._in_forward = inputs[_ROWS].tolist()
+        self._rows_of_forward = inputs[_ROWS].tolist()
         return super()._compute_loss(model, inputs)
 
     def _get_per_token_logps_and_entropies(
@@ -137,7 +137,7 @@ class PerturbedGRPOTrainer(GRPOTrainer):
         **kwargs: object,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """As TRL's: log π of the completions, (B, C), of the replayed history."""
-        rows = range(len(input_ids)) if self._in_forward is None else self._in_forward
+        rows = range(len(input_ids)) if self._rows_of_forward is None else self._rows_of_forward
         rollouts = iter([self._rollouts[self.model.training][row] for row in rows])
         replayed = self.accelerator.unwrap_model(model)
         routing = RoutingScope(replayed) if self._replay_routing else None

@@ -113,7 +113,7 @@ def test_members_of_a_group_differ_and_a_run_repeats(plain_engine: Any) -> None:
 
 def take_turn(llm: Any, conversation: Conversation, prompt: list[int]) -> harness.Rollout:
     """A turn as the trainer takes it: with the record of the turns before it, and added to the conversation."""
-    conversation.go_on(prompt)
+    conversation.drop_changed(prompt)
     arguments = None
     if conversation.trajectory is not None:
         arguments = [{"record": conversation.trajectory.record.to_bytes()}]

@@ -101,7 +101,7 @@ def test_further_turns(engine: Any, trainer: Any) -> None:
     (prompt,) = prompts(1, 40, seed=2)
     conversation = Conversation({})
     for turn in range(3):
-        conversation.go_on(prompt)
+        conversation.drop_changed(prompt)
         before = conversation.trajectory
         record = b""
         if before is not None:

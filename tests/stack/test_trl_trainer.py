@@ -96,7 +96,7 @@ def _bare(**attributes: Any) -> Any:
         "_perturbation": create("neighbor"),
         "_replay_routing": False,
         "_correct_mask": False,
-        "_in_forward": None,
+        "_rows_of_forward": None,
         "_rollouts": {True: [_Rollout(number) for number in range(6)], False: []},
         "model": SimpleNamespace(training=True),
         "accelerator": SimpleNamespace(is_main_process=True, unwrap_model=lambda model: model, autocast=nullcontext),
@@ -123,7 +123,7 @@ def test_each_part_of_a_batch_has_its_records_and_its_pictures(
         return SimpleNamespace(log_probs=torch.zeros(input_ids.shape))
 
     monkeypatch.setattr(trl_trainer, "replaying", replaying)
-    trainer = _bare(_in_forward=rows)
+    trainer = _bare(_rows_of_forward=rows)
     log_probs, _, _ = trainer._get_per_token_logps_and_entropies(
         model,
         torch.ones(4, 5, dtype=torch.int64),

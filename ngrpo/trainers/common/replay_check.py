@@ -24,7 +24,7 @@ def check_replay(model: PreTrainedModel, log_probs: Callable[[Tensor, Tensor, Te
     Raises ``CheckFailure`` if a replayed row does not reach the model, or others change.
     """
     embedding: Any = model.get_input_embeddings()
-    partly = check_texts.reads_tokens_elsewhere(model.modules(), embedding)
+    reads_tokens = check_texts.reads_tokens_elsewhere(model.modules(), embedding)
 
     def answers(texts: Mapping[str, list[int]]) -> dict[str, check_texts.Answer]:
         sequences = torch.tensor(list(texts.values()))
@@ -41,7 +41,7 @@ def check_replay(model: PreTrainedModel, log_probs: Callable[[Tensor, Tensor, Te
         mask = torch.ones(len(records), len(text), dtype=torch.int64)
         with ReplayScope(embedding, measure=False)(records, mask):
             fed = answers({"first": texts.first, "other": text, "own": text, "last": texts.last})
-        return check_texts.compared(plain, fed, texts.row, partly=partly, what="replayed", unit="sample")
+        return check_texts.compared(plain, fed, texts.row, reads_tokens=reads_tokens, what="replayed", unit="sample")
 
     half, name = next(model.parameters()).dtype != torch.float32, type(model).__name__
     check_texts.check_texts(

@@ -142,8 +142,11 @@ class Conversation:
         """Adds the unperturbed response, which leaves with the trajectory."""
         self._control = control
 
-    def go_on(self, tokens: Sequence[int]) -> None:
-        """Keeps the record of tokens that are still there, in the next turn's prompt or in the whole conversation."""
+    def drop_changed(self, tokens: Sequence[int]) -> None:
+        """Drops the record from the first token on that another one replaces in ``tokens``.
+
+        ``tokens``: the next turn's prompt, or the whole conversation.
+        """
         if self.trajectory is None:
             return
         before = self.trajectory
@@ -158,7 +161,7 @@ class Conversation:
             self.trajectory = replace(kept, dropped=kept.dropped + dropped_edits)
 
     def earlier(self, prompt: Sequence[int]) -> ReplayRecord | None:
-        """The record for a request's arguments, after :meth:`go_on` with its prompt.
+        """The record for a request's arguments, after :meth:`drop_changed` with its prompt.
 
         A repeated prompt has its own draws. (Not if noise of earlier turns is drawn again: its seed is the record's.)
         """
@@ -174,7 +177,7 @@ class Conversation:
         return record
 
     def add(self, parts: Mapping[str, bytes], prompt: Sequence[int], tokens: Sequence[int], cached: int = 0) -> None:
-        """Adds a turn, after :meth:`go_on` with its prompt; ``cached`` prompt tokens were in the prefix cache."""
+        """Adds a turn, after :meth:`drop_changed` with its prompt; ``cached``: its tokens from the prefix cache."""
         turn = cut_to_response(FinishedTrajectory.unpack(parts), len(tokens))
         before = self.trajectory
         start = len(prompt)
@@ -208,7 +211,7 @@ class Conversation:
 
     def finished(self, tokens: Sequence[int]) -> FinishedTrajectory:
         """The whole trajectory, fitted to the conversation's final tokens."""
-        self.go_on(tokens)
+        self.drop_changed(tokens)
         return replace(require(self.trajectory, "the trajectory"), unperturbed=self._control)
 
 

@@ -303,7 +303,7 @@ async def generate(
         # An agent may have made its own sampling parameters: the trajectory's arguments win.
         seed = seeds.of_prompt(prompt, pictures.key_of((images or {}).get("image")))
         arguments = {"seed": seed, **arguments, **conversation.arguments}
-        conversation.go_on(prompt)
+        conversation.drop_changed(prompt)
         earlier = conversation.earlier(prompt)
         if earlier is not None:
             arguments["record"] = earlier.to_bytes()

@@ -347,7 +347,7 @@ def test_turns_keep_the_experts_that_their_tokens_were_drawn_with() -> None:
     response = [4, 5, 6, 7]
     conversation.add(trajectory(3, 7, of_first_turn).pack(), [1, 2, 3], response)
     next_prompt = [1, 2, 3, 4, 5, 9, 7, 8]  # the sixth token was changed
-    conversation.go_on(next_prompt)
+    conversation.drop_changed(next_prompt)
     assert len(conversation.trajectory.experts) == 5
     conversation.add(trajectory(8, 12, of_second_turn).pack(), next_prompt, response)
     assert conversation.trajectory.experts.ravel().tolist() == [1] * 5 + [2] * 6
