@@ -14,7 +14,8 @@ def truncated(step: Step, k: int, top_p: float, top_p_of: str = "top_k") -> tupl
     """The k most likely tokens after top-p, and probabilities that sum to 1: (B, k) each, most likely first.
 
     ``top_p_of``: whether top-p is a share of the ``top_k`` tokens' probability, or of the ``vocabulary``'s. In place of
-    a token that top-p cuts, the row repeats its first id with probability 0.
+    a token that top-p cuts, or that is not possible (its logit is -inf), the row repeats its first id with probability
+    0.
     """
     values, ids = step.top(k)
     if top_p_of == "top_k":
@@ -24,7 +25,7 @@ def truncated(step: Step, k: int, top_p: float, top_p_of: str = "top_k") -> tupl
     if top_p < 1.0:
         nucleus = within_top_p(probabilities, top_p)
         probabilities = torch.where(nucleus, probabilities, 0.0)
-        ids = torch.where(nucleus, ids, ids[:, :1])
+    ids = torch.where(probabilities > 0.0, ids, ids[:, :1])
     return ids, probabilities / probabilities.sum(dim=-1, keepdim=True)
 
 

@@ -36,7 +36,7 @@ def start_lines(complete: CompleteRun) -> list[str]:
 
 def label_notes(complete: CompleteRun) -> Iterator[str]:
     """Warnings about labels that only some rewards can read, and about a reward function without labels."""
-    by_user = Flags(complete.run.openrlhf)
+    by_user = Flags(complete.run.openrlhf).without_false()
     for dataset in input_checks.DATASETS:
         with suppress(UsageError):  # a rule reports it
             note = input_checks.label_note(dataset, by_user)
@@ -59,7 +59,7 @@ def alarm_notes(complete: CompleteRun) -> Iterator[str]:
 def flag_notes(complete: CompleteRun) -> Iterator[str]:
     """Warnings of the advantage, the sampling and the credit about flags, and about flags without an effect."""
     run, flags = complete.run, complete.flags
-    by_user = Flags(run.openrlhf)
+    by_user = Flags(run.openrlhf).without_false()
     if run.advantage is not None:
         yield from run.advantage.notes(by_user)
     yield from run.sampling.notes(by_user)

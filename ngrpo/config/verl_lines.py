@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A run as overrides of verl's command line, `ngrpo train … --print verl`, with the flags that have no translation."""
 
+import re
 from collections.abc import Mapping
 
 from ngrpo.config import compatibility, kinds
@@ -179,10 +180,10 @@ def hydra(value: object) -> str:
     if isinstance(value, (list, tuple)):
         return f"[{','.join(map(hydra, value))}]"
     text = str(value)
-    needs_no_quotes = bool(text) and all(character.isalnum() or character in "_./-" for character in text)
-    if needs_no_quotes:
+    if re.fullmatch(r"[A-Za-z0-9_./-]+", text) and text.lower() not in ("true", "false", "null"):
         return text
-    escaped = text.replace("\\", "\\\\").replace("'", "\\'")
+    # A backslash escapes a quote, and a backslash before a quote, and nothing else.
+    escaped = re.sub(r"(\\+)(?='|$)", r"\1\1", text).replace("'", "\\'")
     return f"'{escaped}'"
 
 

@@ -78,7 +78,6 @@ class SeLaR(LikeliestTokens):
         if self.filtered and step.drawable is not None:
             step = replace(step, logits=step.drawable, summary=None)
         ids, p = truncated(step, self.k, 1.0)
-        ids = torch.where(p > 0.0, ids, ids[:, :1])
         h = _normalised(torch.special.entr(p).sum(dim=-1), self.k)  # (B, 1)
         mixture = (1.0 + h) * p
         mixture[:, :1] -= h

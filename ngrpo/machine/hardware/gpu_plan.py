@@ -7,6 +7,7 @@ with bfloat16 or float16 parameters keeps 12 bytes of float32 for each trained p
 moments.
 """
 
+import shlex
 from dataclasses import dataclass
 from itertools import product
 from math import gcd
@@ -276,10 +277,9 @@ def default_flags(flags: Flags, machine: Machine, *, whole: bool = False) -> dic
     if apart:
         missing = [name for name, value in ((_ACTOR, ranks), (_ENGINES, engines)) if not value]
         if missing:
-            half = max(machine.total // 2, 1)
             raise UsageError(
                 f"{apart[0]} gives half a placement: {' and '.join(missing)} missing. Fix: add"
-                f" {' '.join(f'{name} {half}' for name in missing)}, or leave {apart[0]} out, which places"
+                f" {shlex.join(_other_half(flags, machine))}, or leave {' and '.join(apart)} out, which places"
                 f" trainer and engines on the same GPUs ({DOCS})."
             )
         return _ranks(flags, nodes or 1, ranks)
@@ -309,6 +309,23 @@ def default_flags(flags: Flags, machine: Machine, *, whole: bool = False) -> dic
         except UsageError:  # which a rule then reports
             break
     return defaults | choice
+
+
+def _other_half(flags: Flags, machine: Machine) -> list[str]:
+    """The missing flags of a placement on which trainer and engines have GPUs of their own."""
+    nodes, ranks, engines, tensor = (int(flags.value(name) or 0) for name in (_NODES, _ACTOR, _ENGINES, _TENSOR))
+    tensor = tensor or 1
+    words = []
+    has_reference = float(flags.or_default("--algo.kl.init_coef")) > 0.0
+    if has_reference and not flags.has("--train.colocate_actor_ref"):
+        words.append("--train.colocate_actor_ref")  # else the reference would have as many GPUs again
+    if not ranks:
+        ranks = max((machine.total - engines * tensor if engines else machine.total // 2) // (nodes or 1), 1)
+        words += [_ACTOR, str(ranks)]
+    if not engines:
+        engines = max((machine.total - ranks * (nodes or 1)) // tensor, 1)
+        words += [_ENGINES, str(engines)]
+    return words
 
 
 def _ranks(flags: Flags, nodes: int, per_node: int) -> dict[str, Default]:

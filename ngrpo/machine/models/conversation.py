@@ -204,7 +204,9 @@ def is_input_template(text: str) -> bool:
 
 def flags_like(training: Flags) -> dict[str, str]:
     """Flags with which ``ngrpo eval`` and ``ngrpo diagnose`` render prompts as a training with these flags does."""
-    if training.has(APPLY) or training.value("--task"):  # a task adds the flag
+    training = training.without_false()
+    is_applied_by_task = training.value("--task") is not None and APPLY not in training.off
+    if training.has(APPLY) or is_applied_by_task:
         arguments = training.value(FLAG)
         return {} if arguments is None else {FLAG: arguments}
     return {TEXT_FLAG: training.value("--data.input_template") or "{}"}

@@ -15,6 +15,7 @@ from filelock import FileLock
 
 from ngrpo.machine.console import Report
 from ngrpo.machine.models import adapters, sandbox
+from ngrpo.machine.storage.result_folder import writing
 from perturbations.errors import UsageError, nearest
 
 # A new recipe gets a new folder, so that nobody trains on what an older release made.
@@ -193,7 +194,8 @@ def materialise(name: str, *, report: Report = lambda line: None) -> Path:
 
 def _make_once(folder: Path, make: Callable[[Path], None]) -> None:
     """Has a folder written by a function of the path to write to; the folder appears whole or not at all."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    with writing(folder):
+        folder.parent.mkdir(parents=True, exist_ok=True)
     draft = folder.with_name(f".{folder.name}-draft")
     with FileLock(folder.with_name(f".{folder.name}.lock")):  # the system frees the lock of a killed process
         if folder.is_dir():  # another process has made it meanwhile

@@ -152,9 +152,11 @@ class Flags:
         return self._changed(lambda flag: () if flag.name in names else flag.argv)
 
     def without_false(self) -> Flags:
-        """The flags but those with the value ``false``, which are :attr:`off`."""
-        off = frozenset(flag.name for flag in self if flag.values == ("false",))
-        return replace(self.without(*off), off=off)
+        """The flags but those whose last value is ``false``, which are :attr:`off`."""
+        last = {flag.name: flag for flag in self}
+        off = frozenset(name for name, flag in last.items() if flag.values == ("false",))
+        kept = self._changed(lambda flag: () if flag.name in off or flag.values == ("false",) else flag.argv)
+        return replace(kept, off=self.off | off)
 
     def replaced(self, ending: str, change: Callable[[str], str]) -> Flags:
         """The flags with a function applied to each part, between commas, of the first value of flags that end so."""

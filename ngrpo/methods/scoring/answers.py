@@ -27,8 +27,12 @@ _BETWEEN_BOXES = re.compile(
 _ASSISTANT = "assistant\n"
 # 1,234.50 and 12 are numbers; the 3 of x3 is not. The minus of 8-5 is not a sign.
 _NUMBER = re.compile(r"(?:(?<![\w)\].])-)?(?<![\w.])(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?")
-# "the answer is 12", "Answer: **12**", "#### 12" (GSM8K): the rest of the line, of the last such statement.
-_STATEMENT = re.compile(r"(?:\banswer\b[^\n:=.]{0,40}?(?:\bis\b|:|=)|####)\s*:?\s*(?P<rest>[^\n]+)", re.IGNORECASE)
+RESULT_MARK = r"(?<!#)####(?!#)(?!\W*(?:\d+[.):]\s+)?[A-Za-z]{3,}[^\n\d]*\n\s*\S)(?!\s*\d+[.):]\s+[A-Za-z])"
+"""A pattern for the #### before a result (GSM8K), which is no heading: "#### Step" with text below, "#### 5. Proof"."""
+# "the answer is 12", "Answer: **12**", "#### 12": the rest of the line, of the last such statement.
+_STATEMENT = re.compile(
+    rf"(?:\banswer\b[^\n:=.]{{0,40}}?(?:\bis\b|:|=)|{RESULT_MARK})\s*:?\s*(?P<rest>[^\n]+)", re.IGNORECASE
+)
 # "The answer is correct" and "the answer is found by adding" are about an answer that the text has elsewhere.
 _ABOUT_ANSWER = re.compile(
     r"\W*(?:(?:indeed|still|also|therefore|thus|clearly|both)\s+)*"
@@ -210,6 +214,12 @@ _MARKUP = re.compile(
     re.MULTILINE,
 )
 _DENIED = re.compile(r"(?:\bnot|n[’']t|\bnever|\bcannot)\s+(?:be\s+)?(?:option\s+|choice\s+)?\(?[A-Za-z]\)?(?![\w’'])")
+# "If we choose C", "suppose the answer is C": what follows is not claimed.
+_SUPPOSED = re.compile(
+    r"\b(?:if|suppose|assum(?:e|ing))\s+(?:that\s+)?(?:(?:we|you|one)\s+(?:choose|select|pick|take)"
+    r"|(?:the\s+)?(?:\w+\s+)?(?:answer|option|choice)\s+(?:is|was|were))\b",
+    re.I,
+)
 # The answer follows these: "the answer is", "Answer:", "I choose", "it must be", "wait, actually,".
 _CUE = re.compile(
     r"\b(?:answer|option|choice)\b[^\n.:;,]{0,30}?(?:\bis\b|\bbe\b|:|=|\s-)"
@@ -227,7 +237,8 @@ _FILLER = re.compile(
 _LETTER = re.compile(r"(?P<open>[\[(\"']?)(?P<letter>[A-Za-z])(?P<close>[\])\"']?)(?![\w’'])(?P<rest>[^\n]*)")
 _ENDS = re.compile(
     r"\s*(?:$|[.,;:!?)–—-]|</|\b(?:because|since|as|which|for|with|by(?!-)|rather|instead)\b"
-    r"|is\s+(?:the\s+)?(?:correct|right|best))"
+    r"|is\s+(?:the\s+)?(?:correct|right|best)"
+    r"|\s+\((?!\s*(?:or|and)\b|[A-Za-z]\)))"  # the option's text, as in "B (15)"
 )
 _TEXT_ENDS = re.compile(
     r"\W*(?:\n|$)|[.;!<)](?:\s|$|/)|,?\s+(?:because|since|as|\(?(?:option\s+)?[A-Z]\b)"
@@ -260,7 +271,7 @@ def check_choice(answer: str, text: str, options: Sequence[str] | None = None) -
 
 def chosen_letter(text: str, options: Sequence[str] | None = None) -> str | None:
     """The letter of the last statement; a letter alone, or the only one in a list, where nothing is stated outright."""
-    text = _DENIED.sub(" ", visible(text))
+    text = _DENIED.sub(" ", _SUPPOSED.sub(" ", visible(text)))
     letter_of: dict[str, str] = {}  # by an option's text
     for option, letter in zip(options or (), string.ascii_uppercase):
         letter_of[_plain(option).lower()] = letter

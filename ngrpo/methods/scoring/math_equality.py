@@ -10,7 +10,7 @@ import signal
 import sys
 import warnings
 from collections.abc import Iterable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import sympy
 from latex2sympy2_extended.logic import And
@@ -55,6 +55,8 @@ def same(gold: Answer, answer: Answer) -> bool:
     answer = _as_ratio(answer)
     if gold.words or answer.words:
         return _as_words(gold) == _as_words(answer)
+    if len(gold.items) == 1 and _are_forms_of(gold, answer):
+        answer = replace(answer, items=answer.items[:1], values=answer.values[:1])
     for point, assignments in ((gold, answer), (answer, gold)):
         if len(point.items) == 1 and _are_assignments(assignments):
             return _same_point(point, assignments)
@@ -76,6 +78,14 @@ def same(gold: Answer, answer: Answer) -> bool:
         else:
             return False
     return True
+
+
+def _are_forms_of(gold: Answer, answer: Answer) -> bool:
+    """Whether an answer gives the reference's one value in several forms, such as 1/2 and 0.5."""
+    are_different = len(set(answer.items)) == len(answer.items) > 1
+    return are_different and all(
+        equal(gold.values[0], value, gold.items[0], item) for value, item in zip(answer.values, answer.items)
+    )
 
 
 def _are_assignments(answer: Answer) -> bool:

@@ -207,8 +207,14 @@ def unfinished(items: Sequence[str]) -> bool:
     return any(_OPERATION.search(value.lstrip().removeprefix("+")) for value in values)
 
 
+# math-verify reads what is behind these signs alone: 42 of 41 \to 42, and of lines 41 \\ 42 outside of a matrix.
+_SEVERAL_VALUES = re.compile(r"\\(?:implies|iff|mid|to|(?:[Ll]ong)?[Rr]ightarrow)(?![A-Za-z])|\\\\(?!.*\\end\{)")
+
+
 def _value(item: str) -> Value:
     """Sympy's form of one value, its text where there is none, and None where it says nothing."""
+    if _SEVERAL_VALUES.search(item):
+        return None
     if re.match(r"\\(?:[lg]eq?|[lg]t|neq?)(?![a-z])|[<>]|\W*$", item):
         return None
     ratio = re.fullmatch(r"([^:]+):([^:]+)((?::[^:]+)*)", item)

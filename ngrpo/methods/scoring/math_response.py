@@ -6,27 +6,37 @@ from collections.abc import Iterable, Sequence
 from decimal import Decimal
 from itertools import pairwise
 
-from ngrpo.methods.scoring.answers import is_about_answer, last_boxes, visible
+from ngrpo.methods.scoring.answers import RESULT_MARK, is_about_answer, last_boxes, visible
 
 # Of a long text the end is searched: the answer is there, and math-verify's search grows faster than the length.
 _TAIL = 4000
 _LONGEST = 120
+# The ** of x**2 + y**2 are powers: marks of bold text follow no letter, digit or bracket.
 _MARKUP = re.compile(
-    r"<\|[^|<>]*\|>|</?s>|^[ \t]*#{1,3}[ \t]|(?P<mark>\*\*|__|`)(?=\S)(?P<inside>.*?\S)(?P=mark)", re.MULTILINE
+    r"<\|[^|<>]*\|>|</?s>|^[ \t]*#{1,3}[ \t]"
+    r"|(?<![A-Za-z0-9)\]}])(?P<mark>\*\*|__|`)(?=\S)(?P<inside>.*?\S)(?P=mark)",
+    re.MULTILINE,
 )
+# A formula on lines of its own.
+_DISPLAY = re.compile(r"^[ \t]*(\\\[|\$\$)[ \t]*\n\s*([^\n]*\S)[ \t]*\n[ \t]*(\\\]|\$\$)", re.MULTILINE)
 _NUMBER = r"(?:\$[^$\n]+\$|\\boxed\{[^{}]*\}|\\\(.+?\\\)|[€£$]?[-+]?\d(?:[\d.,/]*\d)?)"
 _DENIED = re.compile(
     rf"(?:\bnot|n[’']t|\bnever|\bcannot)(?:\s+(?:be|equal|equal to))?\s+{_NUMBER}"
     rf"|{_NUMBER}\s+(?:is\s+not|isn[’']t|cannot\s+be)\s+(?:the\s+)?(?:\w+\s+)?answer\b"
 )
 _CORRECTION = re.compile(r"\b(?:wait|actually|correction|scratch that|sorry|on second thought|i mean|i meant)\b", re.I)
+# After "Wait": "it is 6", "that's incorrect. It should be 6", "I made a mistake. The correct value is 6".
 _CORRECTED = re.compile(
-    rf"\W*(?:(?:it|that|this)(?:\s+(?:is|should be|must be)|[’']s)\s+)?(?P<rest>{_NUMBER})[.!]?\s*", re.I
+    r"\W*(?:(?:(?:it|that|this)(?:\s+is|[’']s)\s+(?:not\s+(?:right|correct)|wrong|incorrect)"
+    r"|i\s+made\s+an?\s+(?:mistake|error))[.,;!]\s*)?"
+    r"(?:(?:it|that|this|the\s+(?:correct|right)\s+(?:value|result))(?:\s+(?:is|should be|must be)|[’']s)\s+)?"
+    rf"(?P<rest>{_NUMBER})[.!]?\s*",
+    re.I,
 )
 _TAGGED = re.compile(r"<answer>(.*?)(?:</answer>|$)", re.DOTALL)
 # "the answer is 12", "Answer: 12", "#### 12" (GSM8K), and a line "Answer" with the answer below it.
 _STATED = re.compile(
-    r"(?:\banswers?\b[^\n:=.]{0,40}?(?:\bis\b|\bare\b|\bbe\b|:|=)|####)[\s:]*(?=(?P<rest>[^\n]+))"
+    rf"(?:\banswers?\b[^\n:=.]{{0,40}}?(?:\bis\b|\bare\b|\bbe\b|:|=)|{RESULT_MARK})[\s:]*(?=(?P<rest>[^\n]+))"
     r"|^\W*(?:the\s+)?(?:final\s+)?answer\W*\n\s*(?P<below>[^\n]+)",
     re.I | re.MULTILINE,
 )
@@ -83,6 +93,8 @@ def _repeating(match: re.Match[str]) -> str:
 _REWRITTEN = [
     (re.compile(pattern), text)
     for pattern, text in (
+        (r"(?s)\\begin\{(cases|aligned)\}(.*?)\\end\{\1\}", lambda m: m[2].replace("&", "").replace(r"\\", ", ")),
+        (r"\\(?:lor|vee)(?![A-Za-z])", ", "),
         (r"\\mbox\b", r"\\text"),
         (rf"(?<=\d)\^?\{{?(?:{TEXT}\{{)?(?:st|nd|rd|th)\}}*$", ""),
         (r"\\(?:displaystyle|textstyle|left|right|[Bb]igg?[lr]?|color\{\w+\})(?![A-Za-z])", ""),
@@ -141,7 +153,8 @@ def prepared(text: str) -> tuple[str, bool]:
     Returns:
         The answer as LaTeX, empty where it is cut off, and True; or the text in which to search for it, and False.
     """
-    text = _MARKUP.sub(lambda match: match["inside"] or "", visible(text)).strip()
+    on_one_line = _DISPLAY.sub(r"\1\2\3", visible(text))
+    text = _MARKUP.sub(lambda match: match["inside"] or "", on_one_line).strip()
     text = _SCALE.sub(_scaled, _DENIED.sub(" ", text))
     answer: str | None = None
     about_answer: str | None = None

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The plan of a comparison, arms times seeds with all else equal, read from the command line and its YAML file."""
 
+from __future__ import annotations
+
 import hashlib
 import math
 import re
@@ -30,7 +32,8 @@ _SET_BY_US = {
     "--preset": "give --base",
     **dict.fromkeys(_PATHS, "give --out DIR for the whole comparison"),
 }
-_SHARED = "--perturbation.replay_buffer"  # where records wait changes no result, so all runs have the same
+# What all runs share although its name begins as an option of their perturbations.
+_SHARED = ("--perturbation.replay_buffer", "--perturbation.gap_limit", "--perturbation.strict")
 _SWITCHES = ("stock", "discard-models")
 _TEXT_KEYS = ("strategies", "perturbations", "base", "baseline", "out")  # keys of a file whose values are texts
 _OURS = ("perturbations", "base", "seeds", "baseline", "threshold", "out", "config", "strategy", "sweep", *_SWITCHES)
@@ -59,6 +62,18 @@ class _Words(NamedTuple):
     own: dict[str, list[str]]
     groups: dict[str, list[str]]
     training: list[str]
+
+    def over(self, file: _Words) -> _Words:
+        """These words of a command line and those of a file, of which they replace what sets the same."""
+        own = defaultdict[str, list[str]](list, file.own)
+        swept = {_swept(text) for text in self.own.get("sweep", [])}
+        own["sweep"] = [text for text in file.own.get("sweep", []) if _swept(text) not in swept]
+        for name, values in self.own.items():
+            own[name] = [*own[name], *values]
+        groups = defaultdict[str, list[str]](list)
+        for command in _GROUPS:
+            groups[command] = list(parse.override(Flags(file.groups[command]), Flags(self.groups[command])).argv)
+        return _Words(own, groups, list(parse.override(Flags(file.training), Flags(self.training)).argv))
 
     def last(self, name: str) -> str | None:
         """The value of one of our flags, the last one where it was given several times."""
@@ -142,8 +157,9 @@ def read_plan(argv: Sequence[str]) -> tuple[Plan, Path]:
     """
     file = Flags(argv).value("--config")
     lines = _file_lines(file) if file else {}
-    # The words of the file come first, so that the last value of a flag is the command line's.
-    words = _split_words([*_file_argv(file, lines), *argv] if file else argv)
+    words = _split_words(argv)
+    if file:
+        words = words.over(_split_words(_file_argv(file, lines)))
     shared = Flags(words.training)
     model = shared.value("--model") or shared.value("--actor.model_name_or_path") or ""
     # Part of the comparison, so that the diagnosis draws with them too.
@@ -172,7 +188,8 @@ def read_plan(argv: Sequence[str]) -> tuple[Plan, Path]:
 
     baseline = _baseline(words, arms)
     seeds = _seeds(words)
-    evaluation = _evaluation(Flags(words.groups["eval"]), shared, model)
+    effective = shared.without_false()
+    evaluation = _evaluation(Flags(words.groups["eval"]), effective, model)
     if shared.has("--eval.steps", "--eval.at_start"):
         # Evaluations while training have as many samples as those of the trained models, at the same temperature.
         same_settings = {"--eval.n_samples_per_prompt": "--n", "--eval.temperature": "--temperature"}
@@ -190,7 +207,7 @@ def read_plan(argv: Sequence[str]) -> tuple[Plan, Path]:
         reproducible=not words.switched_on("stock"),
         keep_models=not words.switched_on("discard-models"),
         evaluation=evaluation,
-        diagnosis=_diagnosis(Flags(words.groups["diagnose"]), shared, arms),
+        diagnosis=_diagnosis(Flags(words.groups["diagnose"]), effective, arms),
         threshold=_threshold(words, evaluation),
     )
     return plan, Path(words.last("out") or "runs/compare").expanduser()
@@ -248,6 +265,11 @@ def _split_words(argv: Sequence[str]) -> _Words:
             _check_training_flag(flag)
             training += flag.argv
     return _Words(own, groups, training)
+
+
+def _swept(text: str) -> str:
+    """The option or flag that a value of ``--sweep`` is about."""
+    return text.removeprefix("--").partition("=")[0].strip()
 
 
 def _other_command(flag: str) -> str | None:

@@ -65,6 +65,13 @@ def test_a_later_file_stands_in_place_of_an_earlier_one(tmp_path: Path) -> None:
     assert command.spec["skip_special"] is True
 
 
+def test_a_value_after_false_counts_and_false_after_a_value_too() -> None:
+    words = "--actor.adam.lr false --actor.adam.lr 3e-5 --algo.kl.use_loss --algo.kl.use_loss false"
+    flags = Flags(words.split())
+    flags = flags.without_false().with_defaults({"--algo.kl.use_loss": None, "--actor.adam.lr": "1e-6"})
+    assert flags.argv == ["--actor.adam.lr", "3e-5"]
+
+
 def test_another_perturbation_takes_the_options_of_the_first_with_it(tmp_path: Path) -> None:
     text = TEXT + "perturbation.k: 4\nperturbation.strict: true\nadvantage: w_reinforce\nadvantage.lam: 0.2\n"
     assert parsed(tmp_path, text, "--perturbation none").spec is None

@@ -81,7 +81,19 @@ def test_what_an_advantage_can_go_with(capsys: pytest.CaptureFixture[str]) -> No
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(None, "null"), (True, "true"), (0.1, "0.1"), ("a b", "'a b'"), ("it's", "'it\\'s'"), ([1, "x"], "[1,x]")],
+    [
+        (None, "null"),
+        (True, "true"),
+        (0.1, "0.1"),
+        ("a b", "'a b'"),
+        ("it's", "'it\\'s'"),
+        ([1, "x"], "[1,x]"),
+        # A text that Hydra would read as another value, a letter that it takes in quotes only, and backslashes.
+        ("true", "'true'"),
+        ("modèle", "'modèle'"),
+        ("a\\b", "'a\\b'"),
+        ("end\\", "'end\\\\'"),
+    ],
 )
 def test_values_in_hydras_grammar(value: object, text: str) -> None:
     assert hydra(value) == text

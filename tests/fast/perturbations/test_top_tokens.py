@@ -56,6 +56,16 @@ def test_the_weights_are_of_all_five_tokens_with_top_p_of_the_vocabulary() -> No
     assert proposed.weights == approximately(*(p / 0.84 for p in FIVE[:5]))
 
 
+@pytest.mark.parametrize("top_p", [0.95, 1.0])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_token_that_is_not_possible_is_no_candidate(name: str, top_p: float) -> None:
+    """A grammar leaves two of four tokens: a density would count the others, of logit -inf, as drawn and lost."""
+    step = Step(**fields_of_step([math.log(3.0), 0.0, -math.inf, -math.inf]))
+    ids, probabilities = create(name, k=4, top_p=top_p).top(step)
+    assert ids.tolist() == [[0, 1, 0, 0]]
+    assert probabilities[0].tolist() == approximately(0.75, 0.25, 0.0, 0.0)
+
+
 # --- ties at the bound -----------------------------------------------------------------------------------------------
 
 # A token is left out once those before it hold exactly top-p: shares that are exact in binary, and ``count`` tokens.

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Folders with an adapter: taken as models, merged once, or by name onto another base; and what is no such folder."""
 
+import errno
 import json
 import shutil
 from pathlib import Path
@@ -76,12 +77,24 @@ def test_a_retrained_adapter_is_merged_again(saved: tuple[str, Path, Any], tmp_p
 
 
 def test_the_command_writes_a_whole_model(
-    saved: tuple[str, Path, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    saved: tuple[str, Path, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     base, adapter, logits = saved
     moved = tmp_path / "moved"
     shutil.copytree(base, moved)
     target = tmp_path / "whole"
+
+    def full(source: Path, draft: Path, **options: Any) -> None:
+        draft.mkdir()
+        (draft / "config.json").touch()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "copytree", full)
+        assert cli.main(["model", "merge", str(adapter), str(target), str(moved)]) == 2
+    assert "No space left" in capsys.readouterr().err
+    assert not target.exists(), "the same command then writes it"
+
     assert cli.main(["model", "merge", str(adapter), str(target), str(moved)]) == 0
     assert capsys.readouterr().out.strip() == str(target)
     assert_whole(target, logits)

@@ -122,6 +122,10 @@ def test_models_apart_take_the_actors_ranks() -> None:
     [
         ("--train.async_enable", "--train.async_enable gives half a placement: --actor.num_gpus_per_node and"),
         ("--train.colocate_actor_ref --actor.num_gpus_per_node 4", "--vllm.num_engines missing. Fix: add --vllm.num"),
+        (
+            "--train.async_enable --train.colocate_actor_ref --vllm.num_engines 6",
+            "--actor.num_gpus_per_node 2, or leave --train.colocate_actor_ref and --train.async_enable out",
+        ),
         ("--actor.num_gpus_per_node 8 --vllm.num_engines 8", "needs 24 GPUs and 8 are there (as --dry-run says)"),
         (
             "--train.colocate_all --actor.num_gpus_per_node 8 --vllm.num_engines 4 --vllm.tensor_parallel_size 1",

@@ -334,6 +334,33 @@ def test_a_bad_value_of_a_file_that_the_command_line_replaces_is_not_read(tmp_pa
     assert "cpu" in plan_of_file(tmp_path, text, "--hardware", "cpu").shared
 
 
+def test_the_command_line_stands_in_place_of_the_file_for_flags_of_ours_too(tmp_path: Path) -> None:
+    text = f"{_TWO}flags: {{sampling.top_k: 50, algo.kl.use_loss: false}}\nsweep:\n  perturbation.rate: [0.1, 0.2]\n"
+    words = ["--sampling.top_k", "20", "--algo.kl.use_loss", "--sweep", "perturbation.rate=0.3"]
+    comparison = plan_of_file(tmp_path, text, *words)
+    shared = Flags(comparison.shared)
+    assert [flag.values for flag in shared if flag.name == "--sampling.top_k"] == [("20",)]
+    assert shared.without_false().has("--algo.kl.use_loss")
+    assert [arm.options.get("rate") for arm in comparison.arms] == [None, "0.3"]
+
+
+def test_settings_of_the_mismatch_are_those_of_all_runs() -> None:
+    shared = Flags(
+        plan("--perturbations", "none,neighbor", "--perturbation.strict", "--perturbation.gap_limit", "5").shared
+    )
+    assert shared.has("--perturbation.strict")
+    assert shared.value("--perturbation.gap_limit") == "5"
+
+
+def test_a_training_without_the_template_of_its_task_is_evaluated_and_diagnosed_without_it() -> None:
+    words = ["--data.apply_chat_template", "false", "--rollout.temperature", "false"]
+    comparison = plan("--perturbations", "none", "--task", "arithmetic", *words)
+    assert Flags(eval_argv(comparison, "m", Path("out"))).value("--input-template") == "{}"
+    diagnosis = Flags(comparison.diagnosis or ())
+    assert diagnosis.value("--input-template") == "{}"
+    assert not diagnosis.has("--temperature")
+
+
 def test_bad_problems_are_found_before_anything_is_trained(tmp_path: Path) -> None:
     file = tmp_path / "held_out.jsonl"
     file.write_text('{"input": "1+1?", "label": "2"}\n{"input": "2+2?", "label": ""}\n')
