@@ -82,7 +82,7 @@ def joined(first: Results, more: Results) -> Results:
     runs = _union(first_runs, more["runs"], "id")
     run_ids = {run["id"] for run in first_runs}
     repeated = [{**run, "cpu": more["machine"].get("cpu")} for run in more["runs"] if run["id"] in run_ids]
-    processors = dict.fromkeys([first["machine"].get("cpu"), more["machine"].get("cpu")])
+    processors = dict.fromkeys([*(first["machine"].get("cpu") or "").split("; "), more["machine"].get("cpu")])
     return {
         **first,
         "machine": {**first["machine"], "cpu": "; ".join(filter(None, processors)) or None},

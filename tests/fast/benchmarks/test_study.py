@@ -105,13 +105,16 @@ def part(results: dict[str, Any], seeds: set[int]) -> dict[str, Any]:
 
 
 def test_parts_of_a_study_are_joined_to_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seed 0, then seeds 1 and 2, and then a task of its own."""
+    """A task of its own, and seeds one after the other: the first on another machine than those after it."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(publishing, "write_report", lambda data, path: None)
     Path("contrasts.yaml").write_text("helps: [neighbor, none]\n")
     whole = example(steps=2)
-    rest = {**part(whole, {1, 2}), "command": ["ngrpo", "compare", "--seeds", "1,2"]}
-    parts = [("sums", part(whole, {0})), ("sums", rest), ("more", whole)]
+    parts = [("more", whole)]
+    for seed, cpu in ((0, "one"), (1, "other"), (2, "other")):
+        machine = {**whole["machine"], "cpu": cpu}
+        command = ["ngrpo", "compare", "--seeds", str(seed)]
+        parts.append(("sums", {**part(whole, {seed}), "machine": machine, "command": command}))
     for number, (task, results) in enumerate(parts):
         folder = Path(f"part{number}", task)
         folder.mkdir(parents=True)
@@ -124,9 +127,11 @@ def test_parts_of_a_study_are_joined_to_the_whole(tmp_path: Path, monkeypatch: p
     assert sorted(together) == ["more", "sums"]
     assert together["sums"]["summary"] == whole["summary"]
     assert {run["id"] for run in together["sums"]["runs"]} == {run["id"] for run in whole["runs"]}
+    assert together["sums"]["machine"]["cpu"] == "one; other", "each processor once"
     tables = Path("out/tables.md").read_text()
     assert "(3 seeds)" in tables
-    assert "\nngrpo compare --seeds 1,2\n" in tables
+    for seed in range(3):
+        assert f"\nngrpo compare --seeds {seed}\n" in tables
 
 
 def test_a_run_that_the_first_part_did_not_finish_is_taken_from_the_second() -> None:
