@@ -18,6 +18,7 @@ from ngrpo.machine.models.conversation import TOOLS, ValueKind
 from ngrpo.machine.storage.datafiles import ENDINGS
 from ngrpo.machine.storage.result_folder import read_json
 from ngrpo.machine.upstream.openrlhf_flags import Flags
+from ngrpo.machine.upstream.types import PreTrainedTokenizerBase
 from ngrpo.methods.policy_noises.base import PolicyNoise
 from perturbations.base import Perturbation
 from perturbations.errors import UsageError, nearest
@@ -431,7 +432,7 @@ def cut_notes(flags: Flags) -> Iterator[str]:
                 )
 
 
-def _rendered(tokenizer: Any, example: Example, flags: Flags) -> str:
+def _rendered(tokenizer: PreTrainedTokenizerBase, example: Example, flags: Flags) -> str:
     """The text of a prompt, by the chat template where the run has one."""
     if flags.has(TEMPLATE):
         return conversation.rendered(tokenizer, example.prompt, example.tools)

@@ -122,9 +122,7 @@ MUTATIONS = {
     ("perturbations/top_tokens.py", _SETS): [
         ("cumsum(dim=-1) < limit", "cumsum(dim=-1) <= limit", "top-p: a token too many at the bound"),
         ('        "top_k",\n', '        "vocabulary",\n', "top-p: the releases' order is not the default"),
-    ],
-    ("perturbations/methods/soft.py", _SETS): [
-        ("torch.where(p > 0.0, ids, ids[:, :1])", "ids", "selar: a record names tokens that were cut"),
+        ("torch.where(probabilities > 0.0, ids, ids[:, :1])", "ids", "top-p: a record names tokens that were cut"),
     ],
     ("perturbations/gates/default.py", "perturbations/gates/test_default.py"): [
         ("opened = allowed\n", "opened = allowed | True\n", "verdict: what top-k cut stands in the text"),

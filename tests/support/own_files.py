@@ -51,7 +51,7 @@ class Above(Gate):
 @pytest.fixture(autouse=True)
 def clean(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """Each test in a folder of its own; what it loads or registers is gone after it."""
-    for kept in (registry.perturbations, registry.gates):
+    for kept in registry.Registry.instances:
         for name in kept.in_tree():
             kept.get(name)
         monkeypatch.setattr(kept, "registered", dict(kept.registered))

@@ -3,8 +3,9 @@
 
 from ngrpo.config import features
 from ngrpo.config.compatibility.centering_rows import SCORE_CENTERING
+from ngrpo.config.compatibility.openrlhf_rows import OPENRLHF
 from ngrpo.config.compatibility.row import Row, rows
-from ngrpo.config.feature_kinds import both, flag, other_than, sampling, when
+from ngrpo.config.feature_kinds import both, flag, other_than, sampling
 
 _REPLAY = (
     Row(
@@ -423,73 +424,6 @@ _REWARD_AND_ADVANTAGE = (
     ),
 )
 
-_OPENRLHF = (
-    Row(
-        what=both(flag("--train.async_enable"), flag("--ckpt.save_steps", off="-1")),
-        conflicts_with=features.DRAWN_AHEAD,
-        why="a checkpoint has no prompts that were drawn ahead, so a resumed run would never train them",
-        fix="set --rollout.vllm_generate_batch_size to --rollout.batch_size, or save no checkpoints",
-    ),
-    Row(
-        what=flag("partial_rollout"),
-        conflicts_with=features.REPRODUCIBLE,
-        why="a weight sync comes between two tokens of a response, at other ones in each run",
-        fix="leave one of them out (ngrpo compare adds --reproducible unless it has --stock)",
-    ),
-    Row(
-        what=flag("--critic.freezing_steps", off="-1"),
-        conflicts_with=features.NO_CRITIC,
-        why="the policy waits in these steps for a critic, and gae alone has one",
-        fix="leave it out",
-    ),
-    Row(
-        what=flag("--critic.freezing_steps", off="-1"),
-        conflicts_with=flag("--train.dynamic_batch_enable"),
-        why="OpenRLHF keeps the rollouts of frozen steps for the policy's first step, which then trains the oldest one"
-        " and drops the newest",
-    ),
-    Row(
-        what=flag("--actor.eps_clip"),
-        conflicts_with=flag("--actor.eps_clip_low_high"),
-        why="OpenRLHF ignores it where the pair is given",
-    ),
-    Row(
-        what=flag("--data.input_template"),
-        conflicts_with=flag("--data.apply_chat_template"),
-        why="OpenRLHF ignores it where the chat template is applied",
-    ),
-    Row(
-        what=both(flag("--ckpt.save_steps", off="-1"), flag("--ckpt.disable_ds")),
-        conflicts_with=when("no --ckpt.save_hf", lambda combination: not combination.flags.has("--ckpt.save_hf")),
-        why="no checkpoint would be saved",
-        fix="add --ckpt.save_hf",
-    ),
-    Row(
-        what=flag("--algo.advantage.is_correction_level", only="seq"),
-        conflicts_with=flag("--algo.advantage.is_correction_mode", only="clip"),
-        why="OpenRLHF clips weights of tokens",
-        fix="give --algo.advantage.is_correction_level token",
-    ),
-    Row(
-        what=features.DIVERGENCE,
-        conflicts_with=flag("--algo.advantage.is_correction_mode", only="clip"),
-        why="OpenRLHF clips ratios",
-        fix="give --algo.advantage.is_correction_mode mask",
-    ),
-    Row(
-        what=both(features.WEIGHTS, features.DIVERGENCE),
-        conflicts_with=features.LOWER_BOUND,
-        why="a divergence has an upper bound only",
-        fix="give one number, --algo.advantage.is_correction_threshold 0.1",
-    ),
-    Row(
-        what=features.EVAL_AT_START,
-        conflicts_with=flag("--train.async_enable"),
-        why="an asynchronous run evaluates during training",
-        fix="run `ngrpo eval` before it",
-    ),
-)
-
 TRAINING = (
     *_REPLAY,
     *_LORA,
@@ -503,5 +437,5 @@ TRAINING = (
     *_STALENESS,
     *_SECOND_ROUND,
     *_REWARD_AND_ADVANTAGE,
-    *_OPENRLHF,
+    *OPENRLHF,
 )

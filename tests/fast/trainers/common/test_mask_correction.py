@@ -246,7 +246,7 @@ def test_the_turns_of_a_trajectory_are_joined() -> None:
         record = dataclasses.replace(trajectory.record, prompt_tokens=len(prompt))
         log_probs = np.zeros(len(response), np.float32)
         turn = dataclasses.replace(trajectory, record=record, log_probs=log_probs)
-        conversation.go_on(prompt)
+        conversation.drop_changed(prompt)
         conversation.add(turn.pack(), prompt, response)
 
     add_turn([1, 2], [3, 4], {2: [3, 8], 3: [4]})

@@ -39,7 +39,7 @@ def packed(positions: list[int], prompt: int, log_probs: list[float]) -> dict[st
 def first_turn(*, redrawn: bool = False) -> Conversation:
     """Prompt of 3 tokens, response of 4, edits at positions 3, 4 and 6."""
     conversation = Conversation({}, redrawn=redrawn)
-    conversation.go_on(FIRST)
+    conversation.drop_changed(FIRST)
     conversation.add(packed([3, 4, 6], 3, [-0.1, -0.2, -0.3, -0.4]), FIRST, RESPONSE)
     return conversation
 
@@ -59,7 +59,7 @@ def first_turn(*, redrawn: bool = False) -> Conversation:
 )
 def test_an_edit_stays_where_its_tokens_stayed(prompt: list[int], positions: list[int], dropped: int) -> None:
     conversation = first_turn()
-    conversation.go_on(prompt)
+    conversation.drop_changed(prompt)
     assert conversation.trajectory.record.positions.tolist() == positions
     assert conversation.trajectory.dropped == dropped
 
@@ -67,13 +67,13 @@ def test_an_edit_stays_where_its_tokens_stayed(prompt: list[int], positions: lis
 def test_a_prompt_that_is_sampled_again_has_other_draws() -> None:
     """The second and the third attempt at the first prompt; a template's next turn is no second attempt."""
     conversation = Conversation({})
-    conversation.go_on(FIRST)
+    conversation.drop_changed(FIRST)
     assert conversation.earlier(FIRST) is None
     conversation.add(packed([3, 4, 6], 3, [-0.1, -0.2, -0.3, -0.4]), FIRST, RESPONSE)
 
     attempts = []
     for prompt in (FIRST, FIRST, FIRST + RESPONSE):
-        conversation.go_on(prompt)
+        conversation.drop_changed(prompt)
         attempts.append(conversation.earlier(prompt).seed)
 
     second, third, _ = attempts
@@ -85,7 +85,7 @@ NEXT_PROMPT = FIRST + RESPONSE + TOOL
 
 def test_a_later_turn_that_is_sampled_again_keeps_its_replayed_edits() -> None:
     conversation = first_turn()
-    conversation.go_on(NEXT_PROMPT)
+    conversation.drop_changed(NEXT_PROMPT)
     first_attempt = conversation.earlier(NEXT_PROMPT)
     second_attempt = conversation.earlier(NEXT_PROMPT)
     assert first_attempt.seed == 9
@@ -99,14 +99,14 @@ def test_noise_of_earlier_turns_keeps_the_seed() -> None:
     earlier = conversation.trajectory.record
     noisy = dataclasses.replace(earlier, sigma=np.full(len(earlier), 0.5, np.float32))
     conversation.trajectory = dataclasses.replace(conversation.trajectory, record=noisy)
-    conversation.go_on(NEXT_PROMPT)
+    conversation.drop_changed(NEXT_PROMPT)
     assert conversation.earlier(NEXT_PROMPT).seed == 9
     assert conversation.earlier(NEXT_PROMPT).seed == 9
 
 
 def test_a_density_that_is_drawn_again_in_the_trainer_keeps_the_seed() -> None:
     conversation = first_turn(redrawn=True)
-    conversation.go_on(NEXT_PROMPT)
+    conversation.drop_changed(NEXT_PROMPT)
     assert conversation.earlier(NEXT_PROMPT).seed == 9
     assert conversation.earlier(NEXT_PROMPT).seed == 9
     assert conversation.repeats == 1, "by which an evaluation, without records, changes the request's seed"
@@ -115,7 +115,7 @@ def test_a_density_that_is_drawn_again_in_the_trainer_keeps_the_seed() -> None:
 def test_the_prefix_cache_is_counted_over_all_turns() -> None:
     """The second turn's prompt has nine tokens, of which the cache held four: 4 of 3 + 9, on both sides of the trip."""
     conversation = first_turn()
-    conversation.go_on(NEXT_PROMPT)
+    conversation.drop_changed(NEXT_PROMPT)
     conversation.add(packed([3], 9, [-0.5]), NEXT_PROMPT, [14], cached=4)
 
     (received,) = unpack([conversation.trajectory.pack()])
@@ -130,7 +130,7 @@ def test_log_probabilities_of_changed_tokens_are_forgotten() -> None:
     """Token 4 has become 99; the second response is at positions 9 and 10."""
     conversation = first_turn()
     prompt = [*FIRST, 10, 99, 12, 13, *TOOL]
-    conversation.go_on(prompt)
+    conversation.drop_changed(prompt)
     conversation.add(packed([3, 9], 9, [-0.5, -0.6]), prompt, [14, 15])
 
     log_probs = conversation.trajectory.log_probs
