@@ -57,6 +57,9 @@ def right_forms(answer: str) -> Iterator[tuple[str, str]]:
     yield "in a sentence", f"Both cases give the same. Therefore, the answer is ${answer}$."
     yield "in a sentence, no dollars", f"Both cases give the same. The answer is {answer}."
     yield "after Answer:", f"We count them all.\n\n**Answer:** {answer}"
+    yield "on lines of its own", f"Therefore, the final answer is:\n\n\\[\n{answer}\n\\]"
+    yield "boxed, then verified", f"We get $\\boxed{{{answer}}}$.\n\nWait, let me check. Yes, the answer is correct."
+    yield "stated, then verified", f"The answer is ${answer}$. I have verified that the answer is correct."
     yield "after thinking", f"<think>Is it $\\boxed{{3}}$? No.</think>The answer is $\\boxed{{{answer}}}$."
     if "\\frac" in answer:
         display_fractions = answer.replace("\\frac", "\\dfrac")
@@ -101,6 +104,7 @@ def wrong_forms(answer: str, others: list[str], chance: random.Random) -> Iterat
     yield "another's answer, boxed", f"So we get $\\boxed{{{other}}}$."
     yield "another's answer, in a sentence", f"The answer is {other}."
     yield "right one first, then another", f"At first $\\boxed{{{answer}}}$, but it is $\\boxed{{{other}}}$."
+    yield "right one, then corrected", f"$\\boxed{{{answer}}}$\n\nWait, that's wrong. It should be ${other}$."
     yield "no answer", "I am not sure how to go on from here"
     pair = re.fullmatch(r"\(([^,()]+),([^,()]+)\)", answer)
     if pair and _LAYOUT.sub("", pair[1]) != _LAYOUT.sub("", pair[2]):

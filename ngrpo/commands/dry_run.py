@@ -6,6 +6,7 @@ import shlex
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from ngrpo.config import complete_run, kinds, parse, rules, run_notes
@@ -40,7 +41,8 @@ def dry_run(run: RunConfig, shape: str, *, checks_only: bool = False) -> int:
     machine = placement.planned(shape, parse.DRY_RUN)
     if run.hardware == "auto" and shape.lower() != "true":
         run = replace(run, hardware="cuda")
-    run = replace(run, run_dir=run.run_dir or "runs/dry", machine=machine)
+    run_dir = Path(run.run_dir or "runs/dry").expanduser()
+    run = replace(run, run_dir=str(run_dir), machine=machine)
     complete = complete_run.make(run)
     rules.check_parsed(complete)
     for note in (*run.notes, *run_notes.all_notes(complete)):

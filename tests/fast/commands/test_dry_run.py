@@ -339,6 +339,14 @@ class TestCommand:
         assert "optimizer states" in text
         assert "reward model not counted: none is named" in text
 
+    def test_the_run_s_folder_is_that_of_a_start(
+        self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        """No shell expands the ~ after an equals sign."""
+        monkeypatch.setenv("HOME", str(tmp_path))
+        text = self.run("--model Qwen/Qwen3-0.6B --task arithmetic --run-dir=~/first", capsys)
+        assert f"ok {tmp_path}/first can be written" in " ".join(text.split())
+
     def test_a_folder_with_a_config_alone_is_enough(self, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         folder = tmp_path / "m"
         folder.mkdir()
