@@ -20,6 +20,7 @@ python -m verl.trainer.main_ppo \
     data.max_response_length=8192 \
     data.train_batch_size=64 \
     reward.custom_reward_function.path=examples/verl/math_score.py \
+    "+reward.custom_reward_function.reward_kwargs.opening='<think>'" \
     actor_rollout_ref.model.path=deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B \
     actor_rollout_ref.rollout.name=vllm \
     actor_rollout_ref.rollout.n=4 \

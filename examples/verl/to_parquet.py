@@ -12,7 +12,8 @@ import pandas
 
 def rows(path: Path) -> list[dict]:
     """One row for each line with ``input`` and ``label``."""
-    problems = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    with path.open(encoding="utf-8") as lines:  # str.splitlines() would split at characters such as U+2028, too
+        problems = [json.loads(line) for line in lines]
     return [
         {
             "prompt": one["input"] if isinstance(one["input"], list) else [{"role": "user", "content": one["input"]}],

@@ -71,9 +71,9 @@ def _violated_rule(flag: Flag, flags: Flags) -> str:
     if flag.name == "--data.prompt_probs":
         names = (flags.value("--data.prompt_dataset") or "").split(",")
         shares = [number_rules.number(share, float) for share in value.split(",")]
-        are_shares = all(share >= 0 for share in shares) and isclose(sum(shares), 1)
+        are_shares = all(share > 0 for share in shares) and isclose(sum(shares), 1)
         if len(shares) != len(names) or not are_shares:
-            return f"a number of at least 0 for each of {len(names)} datasets, with commas, which sum to 1"
+            return f"a number above 0 for each of {len(names)} datasets, with commas, which sum to 1"
     if flag.name == "--ckpt.best_metric_key" and value not in ("", "none"):
         responses = flags.value("--eval.n_samples_per_prompt") or "4"
         if not (value.startswith("eval_") and value.endswith(("_pass1", f"_pass{responses}"))):

@@ -85,14 +85,17 @@ def hanging(text: str, indent: str, *, width: int = 100) -> str:
 def token_texts(tokens: Sequence[int], tokenizer: TokenizerLike) -> list[str]:
     """The text of each token. A token that ends within a character is empty; the next one has the whole character."""
     texts: list[str] = []
+    before: list[int] = []  # tokens of the last whole character: some decoders strip the blank that a text begins with
     pending: list[int] = []  # tokens of a character that is not whole yet
     for token in tokens:
         pending.append(token)
-        text = tokenizer.decode(pending)
+        length_before = len(tokenizer.decode(before)) if before else 0
+        text = tokenizer.decode([*before, *pending])[length_before:]
         if text.endswith("\ufffd") and len(pending) < 4:
             texts.append("")
             continue
         texts.append(text)
+        before = pending
         pending = []
     return texts
 

@@ -162,6 +162,8 @@ async def _with_records(held: _HeldResponse, engine: AsyncLLM, suffix: str) -> R
     if held.status != 200:
         return Response(held.body, held.status, headers, media_type="application/json")
     response = json.loads(held.body)
+    if response is None:  # the client went away: vLLM has cancelled the request and dropped its record
+        return Response(held.body, held.status, headers, media_type="application/json")
     choices = response["choices"]
     ids_by_choice = _request_ids(response["id"], len(choices))
     all_ids = [request_id for ids in ids_by_choice for request_id in ids]

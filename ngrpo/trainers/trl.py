@@ -94,6 +94,7 @@ class PerturbedGRPOTrainer(GRPOTrainer):
         arguments = {"enabled": self.model.training or self._perturbation.perturb_eval}
         given = generation.generation_kwargs.get("extra_args") or {}
         generation.generation_kwargs["extra_args"] = {**given, settings.KEY: arguments}
+        records.take_finished(generation.llm)  # of what a callback or a reward generated meanwhile
         result = super()._generate_single_turn(prompt_ids, *args, **kwargs)
         by_name = records.take_finished(generation.llm)
         # vLLM counts its requests, and returns them in their order.

@@ -46,7 +46,6 @@ SETTINGS = [
     "actor_rollout_ref.rollout.enforce_eager=True",
     "actor_rollout_ref.rollout.free_cache_engine=False",
     "+actor_rollout_ref.rollout.enable_sleep_mode=False",
-    "actor_rollout_ref.rollout.load_format=auto",
     "actor_rollout_ref.rollout.max_model_len=128",
     "actor_rollout_ref.rollout.max_num_seqs=16",
     "actor_rollout_ref.rollout.max_num_batched_tokens=512",

@@ -63,6 +63,7 @@ def test_what_is_entered(spec: dict[str, Any]) -> None:
     assert entered["deferred_check"] is True
     assert entered["seeded_draws"] is True
     assert entered["sampling_masks"] is True
+    assert rollout.load_format == "auto", "verl's default is dummy"
     assert config.trainer.v1.trainer_mode == "sync"
     assert rollout.agent.agent_loop_manager_class == overrides.MANAGER
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from perturbations.errors import UsageError, nearest
 
 if TYPE_CHECKING:
-    from pyarrow import RecordBatch
+    from pyarrow import DataType
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 Row = dict[str, Any]
@@ -107,8 +107,11 @@ def label_of(value: object) -> Any:
         except UnicodeDecodeError:
             raise UsageError(f"the label {value[:40]!r} is bytes and no text. Store it as a text.") from None
     if isinstance(value, float) and math.isfinite(value):
-        shortest = Decimal(repr(float(value)))  # of the numbers that are this float
-        return format((shortest + 0).normalize(), "f")  # + 0: there is no -0
+        value = Decimal(repr(float(value)))  # the shortest of the numbers that are this float
+    if isinstance(value, Decimal) and value.is_finite():
+        text = format(value, "f")  # normalize() would round a number of more than 28 digits
+        text = text.rstrip("0").rstrip(".") if "." in text else text
+        return "0" if text == "-0" else text
     return str(value)
 
 
@@ -179,21 +182,25 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
 
         decoded = Features.from_arrow_schema(file.schema_arrow).decode_example
     for batch in file.iter_batches(1024):
-        for row in _with_shortest_floats(batch).to_pylist():
+        for row in batch.to_pylist():
+            for column in batch.schema:
+                row[column.name] = _with_shortest_floats(row[column.name], column.type)
             yield row if decoded is None else decoded(row)
 
 
-def _with_shortest_floats(batch: "RecordBatch") -> "RecordBatch":
-    """The rows with the shortest numbers for their columns of float16 and float32: 0.1, and not 0.10000000149."""
-    import pyarrow
+def _with_shortest_floats(value: object, kind: "DataType") -> object:
+    """A value of an Arrow type with the shortest number for each float16 and float32: 0.1, and not 0.10000000149."""
+    from pyarrow import types
 
-    for index, column in enumerate(batch.schema):
-        if column.type in (pyarrow.float16(), pyarrow.float32()):
-            width = column.type.to_pandas_dtype()
-            values = batch.column(index).to_pylist()
-            shortest = [None if value is None else float(str(width(value))) for value in values]
-            batch = batch.set_column(index, column.name, pyarrow.array(shortest, pyarrow.float64()))
-    return batch
+    if isinstance(value, float) and (types.is_float16(kind) or types.is_float32(kind)):
+        width = kind.to_pandas_dtype()
+        return float(str(width(value)))
+    if isinstance(value, dict) and types.is_struct(kind):
+        return {field.name: _with_shortest_floats(value[field.name], field.type) for field in kind}
+    is_list = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
+    if isinstance(value, list) and is_list:
+        return [_with_shortest_floats(item, kind.value_type) for item in value]
+    return value
 
 
 def _check_columns(names: Sequence[str]) -> None:

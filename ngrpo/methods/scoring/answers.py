@@ -24,7 +24,10 @@ _BOX = re.compile(r"\\(?:boxed|fbox)")
 _BETWEEN_BOXES = re.compile(
     r"(?=.*(?:,|\band\b|\bor\b))(?:[\s$,]|\\[()]|\band\b|\bor\b|\\text\{\s*(?:and|or)\s*\})*", re.DOTALL
 )
-_ASSISTANT = "assistant\n"
+# The tokens with which models end a response: of ChatML, Llama, DeepSeek (in wide bars), Gemma, SmolVLM, MiniMax.
+_END = re.compile(r"\s*(?:(?:<[|｜][^|｜<>]*[|｜]>|</s>|<(?:eos|end_of_turn|end_of_utterance)>|<turn\|>|\[e~\[)\s*)+$")
+# Of a prompt that was cut at its beginning, the end is still there: a template's opening of the response.
+_PROMPT_END = 12
 # 1,234.50 and 12 are numbers; the 3 of x3 is not. The minus of 8-5 is not a sign.
 _NUMBER = re.compile(r"(?:(?<![\w)\].])-)?(?<![\w.])(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?")
 RESULT_MARK = r"(?<!#)####(?!#)(?!\W*(?:\d+[.):]\s+)?[A-Za-z]{3,}[^\n\d]*\n\s*\S)(?!\s*\d+[.):]\s+[A-Za-z])"
@@ -44,12 +47,13 @@ _ABOUT_ANSWER = re.compile(
 
 
 def generated(query: str, prompt: str) -> str:
-    """The generated part of a decoded sequence, special tokens and all, after a ``<think>`` that ends its prompt.
+    """The generated part of a decoded sequence without its end token, after a ``<think>`` that ends its prompt.
 
-    Where the prompt was cut or decodes differently, the text after the last turn's opening is taken.
+    Where the prompt was cut or decodes differently, the text after the prompt's last characters is taken.
     """
     is_whole = query.startswith(prompt)
-    text = query.removeprefix(prompt) if is_whole else query.rpartition(_ASSISTANT)[2]
+    text = query.removeprefix(prompt) if is_whole else query.rpartition(prompt[-_PROMPT_END:])[2]
+    text = _END.sub("", text)
     return f"<think>{text}" if prompt.rstrip().endswith("<think>") else text
 
 

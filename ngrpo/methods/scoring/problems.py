@@ -90,7 +90,7 @@ def load_problems(
     problems = []
     for index, row in enumerate(rows):
         where = f"--data {source}: row {index + 1}"
-        layout, read = _layout(where, row, answered, input_key, label_key)
+        layout, read = _layout(where, row, answered, input_key, label_key, scorer)
         first_layout = first_layout or layout
         if layout != first_layout:
             raise UsageError(
@@ -215,7 +215,7 @@ def offline_if_unreachable(name: str) -> Iterator[None]:
 
 
 def _layout(
-    where: str, row: Row, answered: bool, input_key: str, label_key: str
+    where: str, row: Row, answered: bool, input_key: str, label_key: str, scorer: str
 ) -> tuple[str, Callable[[Row], Problem]]:
     """The name of a row's layout, and its reader: a problem without id and instruction.
 
@@ -224,7 +224,7 @@ def _layout(
     if "prompt" in row and "reward_model" in row:
         return "verl", _verl
     if input_key in row:
-        return "OpenRLHF", lambda row: _openrlhf(row, input_key, label_key)
+        return "OpenRLHF", lambda row: _openrlhf(row, input_key, label_key, takes_any_label=scorer.endswith(".py"))
     if set(_GPQA) <= row.keys():
         return "GPQA", _gpqa
     if any(name in row for name in _QUESTIONS) and (answered or any(name in row for name in _ANSWERS)):
@@ -248,12 +248,14 @@ def _verl(row: Row) -> Problem:
     return replace(_guessed(_messages(row["prompt"]), reference(truth)), meta=meta)
 
 
-def _openrlhf(row: Row, input_key: str, label_key: str) -> Problem:
+def _openrlhf(row: Row, input_key: str, label_key: str, *, takes_any_label: bool) -> Problem:
+    """``takes_any_label``: a reward file is given the label as it is, so that a list may have several answers."""
     if label_key not in row:
         raise UsageError(f"a column {input_key!r}, but no {label_key!r}; name the reference's with --label-key.")
     messages = _messages(row[input_key])
     label = label_of(row[label_key])
-    answer = reference(label)
+    has_several = isinstance(label, (list, tuple)) and len(label) > 1
+    answer = json.dumps(label, ensure_ascii=False) if has_several and takes_any_label else reference(label)
     entry = _mapping(answer)
     if "entry" in entry and "dataset" in entry:  # written by the task reasoning_gym
         return Problem(

@@ -69,7 +69,7 @@ def call(reward_func: Callable[..., Any], query: str, prompt: str, label: object
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    thread.join(seconds)
+    thread.join(min(seconds, threading.TIMEOUT_MAX))
     if not returned:
         raise RewardFault(f"did not return within {seconds:g} s (the environment variable {SECONDS} sets the limit)")
     if isinstance(returned[0], BaseException):

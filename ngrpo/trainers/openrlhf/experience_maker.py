@@ -64,6 +64,8 @@ class MeasuringExperienceMaker(Upstream):
         ages = None
         if run.has_weight_versions:
             ages = staleness.ages(fresh_rollouts.take_versions(rollout_samples), self.weight_version)
+        # OpenRLHF's response lengths count what an agent's environment writes between two turns, too.
+        self.note({"generated_tokens": float(sum(sample.action_mask.sum() for sample in rollout_samples))})
         experiences = super().make_experience_batch(rollout_samples)
         gaps = None
         if run.perturbation is not None or run.has_side_records:

@@ -41,7 +41,8 @@ class Settings(NamedTuple):
 def prepare(config: DictConfig) -> Settings:
     """Reads ``config.perturbation``, and enters its parts into verl's configuration, in-place.
 
-    These are the engine's ``additional_config``, the agent loop manager, and the mode, verl's synchronous one.
+    These are the engine's ``additional_config`` and its weights, the agent loop manager, and the mode, verl's
+    synchronous one.
 
     Raises ``UsageError`` for a bad perturbation, or a setting under which a rollout would not be replayed.
     """
@@ -79,7 +80,10 @@ def prepare(config: DictConfig) -> Settings:
             SAMPLING_MASKS: correct_mask,
         }
         OmegaConf.update(config, _ADDITIONAL, of_engine, force_add=True)
-        config.actor_rollout_ref.rollout.agent.agent_loop_manager_class = MANAGER
+        rollout = config.actor_rollout_ref.rollout
+        rollout.agent.agent_loop_manager_class = MANAGER
+        if rollout.load_format == "dummy":  # verl's default: random weights, which no start-up check can pass
+            rollout.load_format = "auto"
     return Settings(perturbation, float(limit), switches["strict"], correct_mask)
 
 

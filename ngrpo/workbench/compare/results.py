@@ -4,8 +4,6 @@
 import csv
 import io
 import json
-import re
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,12 +19,11 @@ from ngrpo.workbench.compare.plan import Plan, Run
 from ngrpo.workbench.compare.runs import ComparisonFolder, status
 from ngrpo.workbench.evaluate.evaluation import unscored, unscored_warnings
 from ngrpo.workbench.report import write_report
+from ngrpo.workbench.report.charts import evaluations
 from ngrpo.workbench.report.headline import by_arm, evaluated
 from ngrpo.workbench.report.responses import MOST_BYTES, fitting
 from ngrpo.workbench.report.values import dig, format_number, shares
 
-# OpenRLHF logs an evaluation as eval_DATASET_pass1, its Mean@n, and eval_DATASET_passN, with N responses to a problem.
-_EVALUATION_TAG = re.compile(r"_pass(\d+)$")
 _COSTS = ("tokens_per_second", "step_seconds", "record_bytes_per_token")
 _CSV_STEP = ("reward", "rate", "shift", "gap_perturbed_mean", "gap_plain_mean", *_COSTS)
 
@@ -117,7 +114,8 @@ def _run(plan: Plan, run: Run, folder: ComparisonFolder) -> dict[str, Any]:
     summary = (folder.read(f"{path}/summary.json") if is_done else None) or {}
     # A report has no room for kept groups and samples of more than one seed.
     is_first_seed = run.seed == plan.seeds[0]
-    groups = summary.get("groups") if is_first_seed else None
+    groups = (summary.get("groups") if is_first_seed else None) or []
+    shown_groups = fitting(groups, MOST_BYTES // len(plan.arms))
     return {
         "id": run.id,
         "strategy": run.arm.id,
@@ -126,27 +124,12 @@ def _run(plan: Plan, run: Run, folder: ComparisonFolder) -> dict[str, Any]:
         **{kind.name: summary.get(kind.name) for kind in of_a_run()},
         "sampling": summary.get("sampling"),
         "steps": summary.get("steps", []),
-        "evaluations": _evaluations(summary),
+        "evaluations": evaluations(summary),
         "evaluation": folder.read(f"{path}/evaluation/evaluation.json") if is_done else None,
-        "groups": fitting(groups or [], MOST_BYTES // len(plan.arms)),
+        "groups": shown_groups,
+        "groups_left_out": len(groups) - len(shown_groups),
         "samples": summary.get("samples", []) if is_first_seed else [],
     }
-
-
-def _evaluations(summary: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """OpenRLHF's evaluations while training (--eval.steps), by step; of several datasets their mean."""
-    by_step = defaultdict[int, defaultdict[str, list[float]]](lambda: defaultdict(list))
-    for tag, values in (summary.get("evaluation") or {}).items():
-        match = _EVALUATION_TAG.search(tag)
-        if match:
-            measure = "mean_at_n" if match[1] == "1" else "pass_at_n"
-            for step, value in values.items():
-                by_step[int(step)][measure].append(value)
-    evaluations = []
-    for step, measures in sorted(by_step.items()):
-        means = {measure: float(np.mean(values)) for measure, values in measures.items()}
-        evaluations.append({"step": step, **means})
-    return evaluations
 
 
 def _named(diagnosis: dict[str, Any] | None, arms: Sequence[Arm]) -> dict[str, Any] | None:

@@ -150,7 +150,7 @@ def _as_comparison(summary: Mapping[str, Any]) -> dict[str, Any]:
     """A training run's summary as a comparison of one arm with one run, for the charts."""
     name = str(values.dig(summary, "perturbation", "name") or "none")
     arm = {"id": name, "perturbation": summary.get("perturbation")}
-    run = {**summary, "strategy": name, "status": "done"}
+    run = {**summary, "strategy": name, "status": "done", "evaluations": charts.evaluations(summary)}
     return {**summary, "strategies": [arm], "runs": [run]}
 
 

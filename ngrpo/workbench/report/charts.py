@@ -5,8 +5,10 @@ A chart is paths and labels that templates/charts.html draws as SVG.
 """
 
 import math
+import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from statistics import fmean
 from typing import Any, NamedTuple
 
 from ngrpo.workbench.report import drawing
@@ -15,6 +17,8 @@ from ngrpo.workbench.report.values import dig, format_number, number, rows, with
 
 _MOST_MARKERS = 12
 _MOST_BINS = 60
+# OpenRLHF logs an evaluation as eval_DATASET_pass1, its Mean@n, and eval_DATASET_passN, with N responses to a problem.
+_EVALUATION_TAG = re.compile(r"_pass(\d+)$")
 _MANY_LINES = 5  # with more lines than this, style.css makes their bands paler
 
 
@@ -167,6 +171,22 @@ def _pen(pixels: Sequence[tuple[float, float | None]]) -> str:
             path += f"{'M' if in_gap else 'L'}{x:g} {y:g}"
         in_gap = y is None
     return path
+
+
+def evaluations(summary: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """OpenRLHF's evaluations while training (--eval.steps), by step; of several datasets their mean."""
+    by_step = defaultdict[int, defaultdict[str, list[float]]](lambda: defaultdict(list))
+    for tag, values in (summary.get("evaluation") or {}).items():
+        match = _EVALUATION_TAG.search(tag)
+        if match:
+            measure = "mean_at_n" if match[1] == "1" else "pass_at_n"
+            for step, value in values.items():
+                by_step[int(step)][measure].append(value)
+    means_by_step = []
+    for step, measures in sorted(by_step.items()):
+        means = {measure: fmean(values) for measure, values in measures.items()}
+        means_by_step.append({"step": step, **means})
+    return means_by_step
 
 
 def learning(results: Mapping[str, Any], series: Mapping[str, Series]) -> dict[str, Any]:

@@ -165,15 +165,19 @@ def _tick_labels(ticks: Sequence[float], step: float, high: float) -> list[str]:
     """Labels with as many decimals as the step has; with an exponent, ``5e−6``, where these would be many."""
     decimals = next((digits for digits in range(_MOST_DECIMALS + 1) if math.isclose(round(step, digits), step)), None)
     if decimals is None or high >= 1e6:
-        return [_with_exponent(tick) for tick in ticks]
+        for places in range(2, 10):
+            labels = [_with_exponent(tick, places) for tick in ticks]
+            if len(set(labels)) == len(labels):
+                break
+        return labels
     return [f"{tick:,.{decimals}f}".replace("-", "−") for tick in ticks]
 
 
-def _with_exponent(value: float) -> str:
-    """A number of at most three digits with an exponent: ``1.25e−5``; zero has none."""
+def _with_exponent(value: float, places: int) -> str:
+    """A number with an exponent and at most so many decimals: ``1.25e−5``; zero has no exponent."""
     if value == 0:
         return "0"
-    digits, _, exponent = f"{value:.2e}".partition("e")
+    digits, _, exponent = f"{value:.{places}e}".partition("e")
     return short_exponent(f"{digits.rstrip('0').rstrip('.')}e{exponent}").replace("-", "−")
 
 

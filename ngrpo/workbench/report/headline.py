@@ -303,7 +303,8 @@ def sentence(summary: Summary, baseline: str, metrics: Sequence[Metric]) -> str 
             text += f"; worse in {metric.heading}: {', '.join(newly_worse)}"
     missing = len(arms) - len(tested)
     text += f" ({values.plural(missing, 'arm')} could not be compared)." if missing else "."
-    beyond_noise = [change for change in tested if values.noise(change) == "beyond noise"]
+    all_changes = [dig(summary[arm], "difference", *metric.keys) for metric in metrics for arm in arms]
+    beyond_noise = [change for change in all_changes if values.noise(change) == "beyond noise"]
     fewest = min((change.get("seeds") or ENOUGH_SEEDS for change in beyond_noise), default=ENOUGH_SEEDS)
     if fewest < ENOUGH_SEEDS:
         text += f" Of {values.plural(fewest, 'seed')}: too few to tell a method from luck."

@@ -75,7 +75,7 @@ def groups(runs: Sequence[Mapping[str, Any]], series: Mapping[str, Series]) -> d
     for name, run in first_runs.items():
         lines = [line for line in rows(run, "groups") if rows(line, "groups")]
         shown_lines = fitting(lines, MOST_BYTES // len(first_runs))
-        left_out += len(lines) - len(shown_lines)
+        left_out += len(lines) - len(shown_lines) + int(number(run, "groups_left_out") or 0)
         steps = [_step(line) for line in shown_lines]
         entries.append({"name": name, "series": series.get(name), "seed": run.get("seed"), "steps": steps})
     return {"runs": entries, "left_out": left_out}
@@ -141,13 +141,18 @@ def _step(line: Mapping[str, Any]) -> dict[str, Any]:
 
 def _bar_rows(bars: _Bars, rewards: Sequence[float], groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """For each bar its label, count, height in percent of the highest, and how many of its responses are kept."""
+    all_edges = {edge for edges in bars.edges for edge in edges}
+    # The fewest decimals that tell the edges apart.
+    decimals = next(
+        (count for count in (2, 3, 4) if len({format_number(edge, count) for edge in all_edges}) == len(all_edges)), 4
+    )
     counts = Counter(map(bars.bar_of, rewards))
     kept_counts = Counter(answer["bar"] for group in groups for answer in group["answers"])
     bar_rows = []
     for bar, edges in enumerate(bars.edges):
         bar_rows.append(
             {
-                "label": " to ".join(dict.fromkeys(format_number(edge, 2) for edge in edges)),
+                "label": " to ".join(dict.fromkeys(format_number(edge, decimals) for edge in edges)),
                 "count": counts[bar],
                 "share": round(100 * counts[bar] / max(counts.values())),
                 "held": kept_counts[bar],

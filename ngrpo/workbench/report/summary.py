@@ -199,10 +199,9 @@ def steps(scalars: Series) -> list[dict[str, float]]:
         if "sampled_token_kept" in row:
             row["sampled_token_replaced"] = 1.0 - row["sampled_token_kept"]
         seconds = logged.get("timing/generation", 0.0)
-        length = logged.get("rollout/response_length_mean")
-        responses = logged.get("rollout/num_samples")
-        if seconds > 0.0 and length is not None and responses is not None:
-            row["tokens_per_second"] = length * responses / seconds
+        tokens = logged.get("generated_tokens")
+        if seconds > 0.0 and tokens is not None:
+            row["tokens_per_second"] = tokens / seconds
         if "timing/step_total" in logged:
             row["step_seconds"] = logged["timing/step_total"]
         rows.append(row)

@@ -45,6 +45,7 @@ def test_the_strength_follows_the_steps_and_measures_are_of_the_rollout(monkeypa
         given = SimpleNamespace(action_log_probs=old, rollout_log_probs=own, action_mask=mask, info={})
         [experience] = made.make_experience_batch([given])
         assert made.step_measures == {
+            "generated_tokens": 1.0,
             "importance/divergence": pytest.approx(-log(3.0)),
             "importance/weight": pytest.approx(3.0),
             "importance/cut": 0.0,

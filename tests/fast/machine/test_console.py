@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from ngrpo.config import run as runs
+from ngrpo.machine.console import token_texts
 from ngrpo.machine.progress import follow, show_progress
 from ngrpo.trainers.openrlhf.trainer import trainer
 
@@ -42,6 +43,16 @@ def test_a_step_is_a_line_for_people_and_one_for_a_comparison(
     assert capsys.readouterr().out == STEP
     written = json.loads((tmp_path / runs.PROGRESS).read_text())
     assert written == {"step": 3, "steps": 6, "reward": 0.21875, "seconds": 17.4}
+
+
+def test_texts_of_tokens_keep_blanks_that_a_decoder_strips_at_the_beginning() -> None:
+    """As Llama 2's tokenizer, which begins each text with a blank and takes it away again."""
+    from tokenizers import Tokenizer, decoders, models
+
+    words = Tokenizer(models.WordLevel({"▁the": 0, "▁answer": 1, "▁4": 2, "2": 3}, unk_token="2"))
+    words.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    assert words.decode([0, 1, 2, 3]) == "the answer 42"
+    assert token_texts([0, 1, 2, 3], words) == ["the", " answer", " 4", "2"]
 
 
 def test_the_screen_shows_what_is_for_the_user(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from ngrpo import patches
-from ngrpo.rollout import plugin, request_arguments
+from ngrpo.rollout import plugin, request_arguments, serve
 from ngrpo.rollout.records import LENGTHS
 from ngrpo.rollout.request_arguments import checked
 from ngrpo.rollout.serve import PerturbationMiddleware
@@ -362,3 +362,13 @@ def test_a_record_that_is_gone_is_an_error() -> None:
     status, content = ask(Server(ONE_CHOICE, {}), {"perturbation": {"return_record": True}})
     assert status == 500
     assert "the replay buffer dropped it" in content["error"]["message"]
+
+
+def test_a_client_that_went_away_gets_no_record() -> None:
+    """vLLM has cancelled the request; its handler returns None, which FastAPI sends as null."""
+    held = serve._HeldResponse()
+    held.status = 200
+    held.body = b"null"
+    response = asyncio.run(serve._with_records(held, engine=None, suffix="-1"))
+    assert response.status_code == 200
+    assert response.body == b"null"

@@ -2,6 +2,7 @@
 """Rows of data files and the labels in them, value by value."""
 
 import math
+from decimal import Decimal
 from pathlib import Path
 
 import numpy as np
@@ -63,6 +64,22 @@ def test_floats_of_a_parquet_file_have_their_shortest_digits(tmp_path: Path, wid
     parquet.write_table(table, tmp_path / "rows.parquet")
     rows = read_rows("--data", str(tmp_path / "rows.parquet"))
     assert [label_of(row["label"]) for row in rows] == ["0.1", "3.25", ""]
+
+
+def test_floats_within_a_column_have_their_shortest_digits_too(tmp_path: Path) -> None:
+    """verl has its references in a column of objects."""
+    inner = pyarrow.struct([("ground_truth", pyarrow.float32()), ("others", pyarrow.list_(pyarrow.float32()))])
+    column = pyarrow.array([{"ground_truth": 0.1, "others": [0.2, None]}, None], inner)
+    parquet.write_table(pyarrow.table({"reward_model": column}), tmp_path / "rows.parquet")
+    rows = read_rows("--data", str(tmp_path / "rows.parquet"))
+    assert [row["reward_model"] for row in rows] == [{"ground_truth": 0.1, "others": [0.2, None]}, None]
+
+
+@pytest.mark.parametrize(
+    ("text", "label"), [("70.00", "70"), ("1.000E-7", "0.0000001"), ("-0.00", "0"), ("1E+3", "1000")]
+)
+def test_a_decimal_is_its_shortest_text(text: str, label: str) -> None:
+    assert label_of(Decimal(text)) == label
 
 
 def test_a_column_that_is_there_twice_is_refused(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import pytest
 
 from ngrpo.methods.scoring import reward_calls
 from ngrpo.methods.scoring.answers import (
+    check_math,
     chosen_letter,
     generated,
     last_boxed,
@@ -67,6 +68,29 @@ def test_statements() -> None:
     assert visible("b<think>a</think>c<think>d") == "bc"
     assert generated("<|im_start|>assistant\n<think>\n12", "<|im_start|>assistant\n<think>\n") == "<think>12"
     assert last_boxes(r"\boxed{1}, so $\boxed{2}$ and $\boxed{3}$") == ["2", "3"]
+
+
+@pytest.mark.parametrize(
+    ("opening", "end"),
+    [
+        ("<|im_start|>assistant\n", "<|im_end|>"),
+        ("<|start_header_id|>assistant<|end_header_id|>\n\n", "<|eot_id|>"),
+        ("<｜Assistant｜><think>\n", "<｜end▁of▁sentence｜>"),
+        ("<start_of_turn>model\n", "<end_of_turn>\n<eos>"),
+        ("Assistant:", "<end_of_utterance>"),
+        ("[/INST]", "</s>"),
+    ],
+)
+def test_training_and_evaluation_read_the_same_response(opening: str, end: str) -> None:
+    """A training's query has the end token, and a prompt that was cut at its beginning."""
+    prompt = f"The user asks: reply with 42 in \\boxed{{42}}.\n{opening}"
+    thinking = "Six times seven.</think>\n\n" if "<think>" in opening else ""
+    text = f"{thinking}The answer is 42."
+    as_evaluated = generated(prompt + text, prompt)
+    assert check_math("42", as_evaluated).correct
+    assert generated(prompt + text + end, prompt) == as_evaluated
+    assert generated(prompt[10:] + text + end, prompt) == as_evaluated
+    assert not check_math("42", generated(prompt[10:] + "I do not know." + end, prompt)).correct
 
 
 @pytest.mark.parametrize(

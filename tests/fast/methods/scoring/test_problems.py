@@ -225,3 +225,10 @@ def test_scorers_by_name(tmp_path: Path) -> None:
         load_problems(source, scorer="choice")
     with pytest.raises(UsageError, match="there is no such file"):
         load_problems(source, scorer=str(tmp_path / "reward.py"))
+
+
+def test_a_reward_file_is_given_the_label_that_a_training_gives_it(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"input": "Capital?", "label": ["Paris", "paris"]}\n')
+    (tmp_path / "reward.py").write_text("def reward_func(queries, prompts, labels):\n    return {'rewards': 1.0}\n")
+    (problem,) = load_problems(str(tmp_path / "a.jsonl"), scorer=str(tmp_path / "reward.py"))
+    assert problem.meta["raw_label"] == ["Paris", "paris"]

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A reward file gives a response the same reward in training and in evaluation, and alarms in it are named."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -203,3 +204,8 @@ def test_they_are_said_at_the_start(tmp_path: Path) -> None:
     data.write_text('{"input": "a", "label": "b"}\n')
     load_problems(str(data), scorer=str(file), report=said.append)
     assert [line.partition(str(file))[0] for line in said] == ["warning: --scorer "] * 3
+
+
+def test_a_limit_of_infinity_is_none() -> None:
+    result = call(lambda queries, prompts, labels: {"rewards": 1.0}, "q", "p", "l", math.inf)
+    assert result["rewards"] == 1.0

@@ -23,7 +23,8 @@ ASYNCHRONOUS = ("--train.async_enable",)
 
 
 def sample(name: str, version: int) -> Any:
-    return SimpleNamespace(name=name, info={VERSION: torch.tensor([version]), "reward": torch.tensor([1.0])})
+    info = {VERSION: torch.tensor([version]), "reward": torch.tensor([1.0])}
+    return SimpleNamespace(name=name, info=info, action_mask=torch.ones(1, 2))
 
 
 def samples(names: str, version: int) -> list[Any]:
@@ -149,6 +150,7 @@ def test_a_step_s_tokens_by_age_in_the_order_of_its_micro_batches(monkeypatch: p
     maker = openrlhf_doubles.maker(weight_version=2)
     maker.make_experience_batch([sample("a", 2), sample("b", 1), sample("c", 2)])
     assert maker.step_measures == {
+        "generated_tokens": 6.0,
         "staleness/mean": pytest.approx(1 / 6),
         "staleness/max": 1.0,
         "staleness/tokens_0": 5.0,

@@ -153,7 +153,7 @@ def test_the_experience_maker_keeps_groups(tmp_path: Path, monkeypatch: pytest.M
 
     assert experience_maker.make_experience_batch(batch) is batch
 
-    assert experience_maker.step_measures == {}
+    assert experience_maker.step_measures == {"generated_tokens": 12.0}
     (line,) = read(tmp_path)
     assert line["step"] == 1
     assert len(line["groups"]) == 1

@@ -263,7 +263,7 @@ def test_cut_prompts_are_counted(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     experience_maker.tokenizer = SimpleNamespace(tokenizer=tokenize)  # a multimodal model's processor
     experience_maker.make_experience_batch(samples)
 
-    assert experience_maker.step_measures == {"cut_prompts": 1.0}
+    assert experience_maker.step_measures == {"cut_prompts": 1.0, "generated_tokens": 28.0}
     assert "step 1: 1 prompts have more than 4 tokens" in capsys.readouterr().out
 
 
@@ -281,7 +281,7 @@ def test_turns_without_room_are_counted(monkeypatch: pytest.MonkeyPatch, capsys:
 
     experience_maker.make_experience_batch(samples)
 
-    assert experience_maker.step_measures == {"cut_turns": 1.0}
+    assert experience_maker.step_measures == {"cut_turns": 1.0, "generated_tokens": 7.0}
     assert "step 1: 1 conversations ended" in capsys.readouterr().out
 
 

@@ -61,6 +61,7 @@ def test_a_scale_of_shares() -> None:
         ([0.8, 0.81], {}, ["0.800", "0.802", "0.804", "0.806", "0.808", "0.810"]),
         ([0.0, 4e-8], {"count": 4}, ["0", "1e−8", "2e−8", "3e−8", "4e−8"]),
         ([0.0, 1.4e-5], {"count": 3}, ["0", "5e−6", "1e−5", "1.5e−5"]),
+        ([0.30012, 0.3002], {"count": 4}, ["3.0012e−1", "3.0014e−1", "3.0016e−1", "3.0018e−1", "3.002e−1"]),
         ([0.0, 4e6], {"count": 4}, ["0", "1e6", "2e6", "3e6", "4e6"]),
         ([0.0, 0.0004], {"count": 4}, ["0.0000", "0.0001", "0.0002", "0.0003", "0.0004"]),
         ([1, 40], {"count": 4, "least": 1.0}, ["0", "10", "20", "30", "40"]),
@@ -200,6 +201,13 @@ def test_a_second_measure_names_the_arms_that_the_first_does_not() -> None:
     assert sentence == "Better than “none” in Mean@8 beyond noise: a; worse in Pass@8: b."
 
 
+def test_few_seeds_are_said_of_a_second_measure_too() -> None:
+    rows = summary(a=WITHIN)
+    rows["a"]["difference"]["pass_at_k"] = {"8": TWO_SEEDS}
+    sentence = headline.sentence(rows, "none", [MEAN, PASS])
+    assert sentence.endswith("better in Pass@8: a. Of 2 seeds: too few to tell a method from luck.")
+
+
 def test_without_a_measure_or_the_baseline_there_is_no_sentence() -> None:
     rows = summary(a=change(0.2, noise=False))
     assert headline.sentence(rows, "none", []) is None
@@ -271,6 +279,11 @@ def test_many_rewards_have_ten_bars() -> None:
     assert bars[1]["label"] == "2.00 to 4.00"
 
 
+def test_different_rewards_have_different_labels() -> None:
+    bars, _ = bars_of([0.901, 0.904, -0.001, 0.001])
+    assert [bar["label"] for bar in bars] == ["−0.001", "0.001", "0.901", "0.904"]
+
+
 @pytest.fixture
 def nine_steps(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """Nine kept steps, of which three fit on a page."""
@@ -287,6 +300,8 @@ def test_a_page_holds_so_much_of_the_first_run_that_kept_any(nine_steps: list[di
     assert [step["step"] for step in on_page["runs"][0]["steps"]] == [1, 41, 81]
     assert on_page["left_out"] == 6
     assert responses.groups([nothing_kept], SERIES) is None
+    cut_before = {**kept_run(nine_steps), "groups_left_out": 12}
+    assert responses.groups([cut_before], SERIES)["left_out"] == 18
 
 
 def test_the_page_says_how_many_kept_steps_it_leaves_out(nine_steps: list[dict[str, Any]], tmp_path: Path) -> None:

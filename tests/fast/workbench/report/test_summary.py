@@ -49,7 +49,7 @@ def write_log(folder: Path, rewards: list[float], extra: dict[str, float], first
     for step, reward in enumerate(rewards, start=first):
         scalars = {
             "rollout/reward_mean": reward,
-            "rollout/response_length_mean": 10.0,
+            "generated_tokens": 320.0,
             "rollout/num_samples": 32.0,
             "timing/generation": 4.0,
             "timing/step_total": 20.0,
