@@ -188,7 +188,7 @@ def test_model_of_few_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     question = [{"role": "user", "content": "sum 3 7 1 8 5 2"}]
     prompt = tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True)
     said_then = tokenizer.decode(tokenizer(prompt + " count -1 7 <|im_end|>", add_special_tokens=False)["input_ids"])
-    assert generated(said_then, prompt) == " count -1 7 <|im_end|>"
+    assert generated(said_then, prompt) == " count -1 7"
     assert tokenizer("What is 12 ?", add_special_tokens=False)["input_ids"][2] == sandbox.IDS["12"]
 
 
