@@ -81,7 +81,8 @@ def run_check(argv: Sequence[str], *, report: Report) -> int:
     for word in arguments:
         option, equals, value = word.partition("=")
         if not (option and equals):
-            raise UsageError(f"ngrpo check: {word!r} must be option=value, for example rate=0.2.")
+            kind_hint = nearest(name, KINDS)  # a misspelt kind is taken for the name, and the name for an option
+            raise UsageError(f"ngrpo check: {word!r} must be option=value, for example rate=0.2.{kind_hint}")
         options[option] = value
     from perturbations.testing import NotRun
 

@@ -52,11 +52,6 @@ def merge(adapter: str, folder: str, base: str | None = None, *, report: Report)
     if target.exists():
         raise UsageError(f"{folder} is there already. Give the name of a new folder.")
     merged = packaged.merged_adapter(adapter, base, report=report)
-    draft = target.with_name(f".{target.name}.part")
     with writing(target):
-        try:
-            shutil.copytree(merged, draft, dirs_exist_ok=True)
-            draft.rename(target)
-        finally:
-            shutil.rmtree(draft, ignore_errors=True)
+        packaged.write_whole(target, lambda draft: shutil.copytree(merged, draft, dirs_exist_ok=True))
     return target

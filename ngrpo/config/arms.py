@@ -251,6 +251,11 @@ class _Reader:
 # --- sweeps -----------------------------------------------------------------------------------------
 
 
+def swept_key(text: str) -> str:
+    """The option, with its prefix, or the flag that a value of ``--sweep`` is about."""
+    return text.removeprefix("--").partition("=")[0].strip()
+
+
 def _read_sweeps(sweeps: Sequence[str], training: bool) -> dict[str, list[str]]:
     """The values of each swept option, with its prefix, or flag."""
     form = f"{_PREFIX}OPTION=VALUE,VALUE, for example {_PREFIX}rate=0.1,0.2"
@@ -258,8 +263,8 @@ def _read_sweeps(sweeps: Sequence[str], training: bool) -> dict[str, list[str]]:
         form = "KEY=VALUE,VALUE, for example rollout.temperature=0.8,1.2"
     swept: dict[str, list[str]] = {}
     for text in sweeps:
-        key, _, listed = text.removeprefix("--").partition("=")
-        key = key.strip()
+        key = swept_key(text)
+        listed = text.partition("=")[2]
         values = [value.strip() for value in listed.split(",")]
         allowed = training or key.startswith(_PREFIX)
         if not allowed or not key.removeprefix(_PREFIX) or not all(values):

@@ -362,8 +362,8 @@ def check_template(flags: Flags, run: RunConfig) -> str | None:
     arguments = conversation.template_arguments(run.chat_template_kwargs)
     if arguments and not flags.has(TEMPLATE):
         raise UsageError(f"{conversation.FLAG} has no effect without {TEMPLATE}. Add that flag.")
-    folder = Path(name_of(flags)).expanduser()
-    if not flags.has(TEMPLATE) or not (folder / "tokenizer_config.json").is_file():
+    folder = _tokenizer_folder(flags)
+    if not flags.has(TEMPLATE) or folder is None:
         return None
     if not _has_template(folder):
         raise UsageError(
@@ -371,7 +371,7 @@ def check_template(flags: Flags, run: RunConfig) -> str | None:
             " out and give prompts as texts."
         )
     try:
-        tokenizer = _tokenizer(str(folder))
+        tokenizer = _tokenizer(folder)
         rendered_letter = conversation.rendered(tokenizer, "x")
     except Exception as error:  # of any library or template: the run loads it again
         return f"not checked: the tokenizer in {folder} could not be used ({error})."
@@ -439,12 +439,12 @@ def _rendered(tokenizer: PreTrainedTokenizerBase, example: Example, flags: Flags
     return str(example.prompt)
 
 
-def _tokenizer_folder(flags: Flags) -> str | None:
+def _tokenizer_folder(flags: Flags) -> Path | None:
     """The folder of the model's tokenizer; None where it is not local."""
     folder = Path(name_of(flags)).expanduser()
-    return str(folder) if (folder / "tokenizer_config.json").is_file() else None
+    return folder if (folder / "tokenizer_config.json").is_file() else None
 
 
 @lru_cache(maxsize=1)
-def _tokenizer(folder: str) -> Any:
-    return packaged.load_tokenizer(folder, trust_remote_code=False)
+def _tokenizer(folder: Path) -> Any:
+    return packaged.load_tokenizer(str(folder), trust_remote_code=False)

@@ -19,7 +19,7 @@ from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.machine.upstream.types import PreTrainedTokenizerBase
 from ngrpo.methods.second_rounds.base import SecondRound
 from perturbations.testing import Check
-from perturbations.testing.report import answered, check_answers, check_tensor, global_random_state, require
+from perturbations.testing.report import answered, check_answers, check_tensor, require, without_global_draws
 
 _QUESTION = "What is the sum of 2 and 2 ?"
 _GROUP = 4  # responses of the first round to a prompt
@@ -68,13 +68,7 @@ def check_prompts(method: SecondRound, label: str, text: str, tokenizer: PreTrai
         )
         return made
 
-    random_state = global_random_state()
-    prompts = [prompt(seed) for seed in _SEEDS]
-    require(
-        global_random_state() == random_state,
-        f"{where} prompt() draws from a global random generator (torch's, numpy's or Python's).",
-        _DRAWS,
-    )
+    prompts = without_global_draws(f"{where} prompt()", lambda: [prompt(seed) for seed in _SEEDS], _DRAWS)
     for seed, made in zip(_SEEDS, prompts):
         again = prompt(seed)
         require(made == again, f"{where} prompt() gives {made!r:.100} and {again!r:.100} for the same draws.", _DRAWS)

@@ -180,7 +180,8 @@ def hydra(value: object) -> str:
     if isinstance(value, (list, tuple)):
         return f"[{','.join(map(hydra, value))}]"
     text = str(value)
-    if re.fullmatch(r"[A-Za-z0-9_./-]+", text) and text.lower() not in ("true", "false", "null"):
+    is_other_value = text.lower() in ("true", "false", "null")
+    if re.fullmatch(r"[A-Za-z0-9_./-]+", text) and not is_other_value:
         return text
     # A backslash escapes a quote, and a backslash before a quote, and nothing else.
     escaped = re.sub(r"(\\+)(?='|$)", r"\1\1", text).replace("'", "\\'")

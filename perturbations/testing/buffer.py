@@ -33,10 +33,7 @@ def check_hands_over(buffer: ReplayBuffer) -> None:
     )
     for name in reversed(names):
         _check_take(buffer, name, packed[name])
-    names = _names(buffer)
-    require(
-        not names, f"{buffer.name}: names() gives {names!r:.200} after each was taken.", "take() must forget the name."
-    )
+    _check_empty(buffer, "after each was taken", "take() must forget the name.")
 
 
 def check_replaces(buffer: ReplayBuffer) -> None:
@@ -66,8 +63,7 @@ def check_forgets(buffer: ReplayBuffer) -> None:
         "It must pass over names that are not held.",
     )
     _check_gone(buffer, _SHORT, "that was dropped")
-    names = _names(buffer)
-    require(not names, f"{buffer.name}: names() gives {names!r:.200} after drop().", "drop() must forget the names.")
+    _check_empty(buffer, "after drop()", "drop() must forget the names.")
 
 
 def check_separate(buffer: ReplayBuffer) -> None:
@@ -75,10 +71,9 @@ def check_separate(buffer: ReplayBuffer) -> None:
     one = dataclasses.replace(buffer)
     other = dataclasses.replace(buffer)
     _add(one, _SHORT, _trajectory(2))
-    names = _names(other)
-    require(
-        not names,
-        f"{buffer.name}: names() of one buffer gives {names!r:.200}, which was added to another one.",
+    _check_empty(
+        other,
+        "that was added to another buffer",
         "Each tensor-parallel rank has a buffer with the same options: make its store in __post_init__, and on a disk"
         " in a folder of its own, such as tempfile.mkdtemp() gives.",
     )
@@ -98,6 +93,12 @@ def _names(buffer: ReplayBuffer) -> list[str]:
         "It must be a list of the names given to add().",
     )
     return names
+
+
+def _check_empty(buffer: ReplayBuffer, when: str, fix: str) -> None:
+    """Nothing is held; ``when`` ends the sentence about names that are, for which ``fix`` is the remedy."""
+    names = _names(buffer)
+    require(not names, f"{buffer.name}: names() gives {names!r:.200} {when}.", fix)
 
 
 def _check_take(buffer: ReplayBuffer, name: str, expected: dict[str, bytes]) -> None:

@@ -14,8 +14,8 @@ from perturbations.testing.report import (
     answered,
     check_answers,
     check_tensor,
-    global_random_state,
     require,
+    without_global_draws,
 )
 from perturbations.testing.waits import check_without_values
 
@@ -33,11 +33,9 @@ def check_plan(gate: Gate) -> None:
     """Each position is judged alone, whichever others are in the same call."""
     every_position = _positions_of_three_trajectories()
     positions_before = every_position.positions.copy()
-    random_state = global_random_state()
-    plan = _plan(gate, every_position)
-    require(
-        global_random_state() == random_state,
-        f"{gate.name}: plan() draws from a global random generator (torch's, numpy's or Python's).",
+    plan = without_global_draws(
+        f"{gate.name}: plan()",
+        lambda: _plan(gate, every_position),
         "Draw with positions.uniform: the same numbers in each call.",
     )
     require(

@@ -183,13 +183,7 @@ def check_repeatable(
     if "embeddings" in values:
         values["embeddings.matrix()"] = values["embeddings"].matrix()  # the model's own weights, not a copy
     copies = {name: value.clone() for name, value in values.items() if isinstance(value, Tensor)}
-    random_state = global_random_state()
-    result = call(step)
-    require(
-        global_random_state() == random_state,
-        f"{where} {method} draws from a global random generator (torch's, numpy's or Python's).",
-        draws,
-    )
+    result = without_global_draws(f"{where} {method}", lambda: call(step), draws)
     for name, copy in copies.items():
         require(
             torch.equal(copy, values[name]),
@@ -226,7 +220,22 @@ def check_answers(
     return result
 
 
-def global_random_state() -> tuple[object, ...]:
+def without_global_draws(label: str, call: Callable[[], _Result], fix: str) -> _Result:
+    """A call's result; raises :class:`PerturbationError` if it draws from a global generator.
+
+    ``label`` names owner and method; ``fix``: how to draw.
+    """
+    random_state = _global_random_state()
+    result = call()
+    require(
+        _global_random_state() == random_state,
+        f"{label} draws from a global random generator (torch's, numpy's or Python's).",
+        fix,
+    )
+    return result
+
+
+def _global_random_state() -> tuple[object, ...]:
     """The states of the global generators of torch, numpy and Python, from which no perturbation may draw."""
     _, numpy_words, *numpy_rest = np.random.get_state(legacy=True)
     return (

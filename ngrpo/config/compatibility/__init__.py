@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Refused pairs of features: one table for a start, a dry run, a comparison, vLLM's engine, verl and TRL.
 
-Each place that is checked has a file with its rows: training_rows.py (with centering_rows.py and openrlhf_rows.py),
-hardware_rows.py, engine_rows.py (of vLLM), verl_rows.py and trl_rows.py. `ngrpo list compatibility` prints all of
-them, and ``python -m ngrpo.config.compatibility`` writes docs/compatibility.md.
+Each place that is checked has a file with its rows: training_rows.py (with one_update_rows.py, centering_rows.py and
+openrlhf_rows.py), hardware_rows.py, engine_rows.py (of vLLM), verl_rows.py and trl_rows.py. `ngrpo list compatibility`
+prints all of them, and ``python -m ngrpo.config.compatibility`` writes docs/compatibility.md.
 """
 
 from collections.abc import Iterable

@@ -2,40 +2,15 @@
 """Pairs that ``--sampling.score_centering`` refuses: a token's probabilities, or its weights, are not those needed."""
 
 from ngrpo.config import features
+from ngrpo.config.compatibility.one_update_rows import one_update_rows
 from ngrpo.config.compatibility.row import Row
-from ngrpo.config.feature_kinds import both, flag, other_than, sampling
+from ngrpo.config.feature_kinds import both, flag, sampling
 
-_ONE_UPDATE = (
-    "the trainer computes a token's probabilities from its own logits, so each rollout is used for one update at the"
-    " policy that drew it"
-)
 SCORE_CENTERING = (
-    Row(
-        what=flag("--train.async_enable"),
-        conflicts_with=features.CENTERING,
-        why=_ONE_UPDATE,
-    ),
-    Row(
-        what=other_than("--train.max_epochs", "1"),
-        conflicts_with=features.CENTERING,
-        why=_ONE_UPDATE,
-        fix="set --train.max_epochs 1",
-    ),
-    Row(
-        what=features.small_batch,
-        conflicts_with=features.CENTERING,
-        why=_ONE_UPDATE,
-        fix="set --train.batch_size to these samples",
-    ),
-    Row(
-        what=flag("--critic.freezing_steps", off="-1"),
-        conflicts_with=features.CENTERING,
-        why=f"{_ONE_UPDATE}, and OpenRLHF keeps the rollouts of frozen steps for the policy's first step",
-    ),
-    Row(
-        what=features.NOISE,
-        conflicts_with=features.CENTERING,
-        why=f"{_ONE_UPDATE}, not at weights with noise",
+    *one_update_rows(
+        features.CENTERING,
+        why="the trainer computes a token's probabilities from its own logits, so each rollout is used for one update"
+        " at the policy that drew it",
     ),
     Row(
         what=features.UNDRAWN,

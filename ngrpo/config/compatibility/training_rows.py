@@ -3,6 +3,7 @@
 
 from ngrpo.config import features
 from ngrpo.config.compatibility.centering_rows import SCORE_CENTERING
+from ngrpo.config.compatibility.one_update_rows import one_update_rows
 from ngrpo.config.compatibility.openrlhf_rows import OPENRLHF
 from ngrpo.config.compatibility.row import Row, rows
 from ngrpo.config.feature_kinds import both, flag, other_than, sampling
@@ -148,40 +149,11 @@ _DENSITY = (
         why="a position stays unperturbed if the filter cuts its token, so its token has another distribution",
         fix="leave it out, or add --perturbation.density token",
     ),
-    Row(
-        what=flag("--train.async_enable"),
-        conflicts_with=features.SCORE_ONLY,
+    *one_update_rows(
+        features.SCORE_ONLY,
         why="the density's noise is too narrow for a policy ratio, so each rollout is used for one update at the policy"
         " that drew it",
-        fix="leave it out, or add --perturbation.density token",
-    ),
-    Row(
-        what=other_than("--train.max_epochs", "1"),
-        conflicts_with=features.SCORE_ONLY,
-        why="the density's noise is too narrow for a policy ratio, so each rollout is used for one update at the policy"
-        " that drew it",
-        fix="set --train.max_epochs 1, or add --perturbation.density token",
-    ),
-    Row(
-        what=features.small_batch,
-        conflicts_with=features.SCORE_ONLY,
-        why="the density's noise is too narrow for a policy ratio, so each rollout is used for one update at the policy"
-        " that drew it",
-        fix="set --train.batch_size to these samples, or add --perturbation.density token",
-    ),
-    Row(
-        what=flag("--critic.freezing_steps", off="-1"),
-        conflicts_with=features.SCORE_ONLY,
-        why="the density's noise is too narrow for a policy ratio, so each rollout is used for one update at the policy"
-        " that drew it, and OpenRLHF keeps the rollouts of frozen steps for the policy's first step",
-        fix="leave it out, or add --perturbation.density token",
-    ),
-    Row(
-        what=features.NOISE,
-        conflicts_with=features.SCORE_ONLY,
-        why="the density's noise is too narrow for a policy ratio, so each rollout is used for one update at the policy"
-        " that drew it, not at weights without the noise",
-        fix="leave one of them out, or add --perturbation.density token",
+        otherwise=", or add --perturbation.density token",
     ),
     Row(
         what=features.CREDIT_OF_TOKENS,

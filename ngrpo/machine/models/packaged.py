@@ -193,20 +193,24 @@ def materialise(name: str, *, report: Report = lambda line: None) -> Path:
 
 
 def _make_once(folder: Path, make: Callable[[Path], None]) -> None:
-    """Has a folder written by a function of the path to write to; the folder appears whole or not at all."""
+    """As :func:`write_whole`, once: processes that start at the same time wait for the first of them."""
     with writing(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
-    draft = folder.with_name(f".{folder.name}-draft")
     with FileLock(folder.with_name(f".{folder.name}.lock")):  # the system frees the lock of a killed process
-        if folder.is_dir():  # another process has made it meanwhile
-            return
-        shutil.rmtree(draft, ignore_errors=True)  # of a killed process
-        try:
-            draft.mkdir()
-            make(draft)
-            draft.rename(folder)
-        finally:
-            shutil.rmtree(draft, ignore_errors=True)
+        if not folder.is_dir():  # else another process has made it meanwhile
+            write_whole(folder, make)
+
+
+def write_whole(folder: Path, make: Callable[[Path], object]) -> None:
+    """Has a folder written by a function of the path to write to; the folder appears whole or not at all."""
+    draft = folder.with_name(f".{folder.name}-draft")
+    shutil.rmtree(draft, ignore_errors=True)  # of a killed process
+    try:
+        draft.mkdir(parents=True)
+        make(draft)
+        draft.rename(folder)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
 
 
 def _convert(source: Path, target: Path) -> None:

@@ -109,10 +109,19 @@ def label_of(value: object) -> Any:
     if isinstance(value, float) and math.isfinite(value):
         value = Decimal(repr(float(value)))  # the shortest of the numbers that are this float
     if isinstance(value, Decimal) and value.is_finite():
-        text = format(value, "f")  # normalize() would round a number of more than 28 digits
-        text = text.rstrip("0").rstrip(".") if "." in text else text
-        return "0" if text == "-0" else text
+        return decimal_text(value)
     return str(value)
+
+
+def decimal_text(value: Decimal) -> str:
+    """A finite number in one form, without an exponent and trailing zeros: ``1200.50`` is ``1200.5``, ``-0`` is ``0``.
+
+    All its digits stay: ``normalize()`` would round a number of more than 28.
+    """
+    text = format(value, "f")
+    if "." in text:
+        text = text.rstrip("0").rstrip(".")
+    return "0" if text == "-0" else text
 
 
 def _rows(path: Path) -> Iterator[Row]:

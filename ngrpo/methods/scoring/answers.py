@@ -8,12 +8,13 @@ import string
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from decimal import Decimal
 from importlib.util import find_spec
 from typing import Any
 
+from ngrpo.machine.storage.datafiles import decimal_text
 from ngrpo.methods.scoring import TIMED_OUT, Verdict
 from perturbations.errors import UsageError
 
@@ -107,16 +108,22 @@ def _content(text: str, start: int) -> tuple[str, int]:
 def stated(text: str) -> str | None:
     """What follows the last "answer is", "answer:" or "####", to the end of its line.
 
-    A statement that :func:`is_about_answer` counts only where there is no other.
+    A statement about an answer, such as "the answer is correct", counts only where there is no other.
     """
-    rests = [match["rest"].strip() for match in _STATEMENT.finditer(text)]
-    values = [rest for rest in rests if not is_about_answer(rest)]
-    return next(reversed(values or rests), None)
+    values, about = values_and_about(match["rest"].strip() for match in _STATEMENT.finditer(text))
+    return next(reversed(values or about), None)
 
 
-def is_about_answer(rest: str) -> bool:
-    """Whether what follows "answer is" says something about an answer, such as "correct", and not its value."""
-    return _ABOUT_ANSWER.match(rest) is not None
+def values_and_about(statements: Iterable[str]) -> tuple[list[str], list[str]]:
+    """What follows each "answer is": the values of answers, and what is only about an answer, such as "correct"."""
+    values: list[str] = []
+    about: list[str] = []
+    for statement in statements:
+        if _ABOUT_ANSWER.match(statement):
+            about.append(statement)
+        else:
+            values.append(statement)
+    return values, about
 
 
 def numbers(text: str, *, alone: bool = False) -> list[str]:
@@ -128,8 +135,7 @@ def numbers(text: str, *, alone: bool = False) -> list[str]:
     for match in _NUMBER.finditer(text):
         if alone and re.match(r"\w", text[match.end() :]):
             continue
-        value = Decimal(match[0].replace(",", "")) + 0  # + 0: there is no -0
-        in_one_form.append(format(value.normalize(), "f"))
+        in_one_form.append(decimal_text(Decimal(match[0].replace(",", ""))))
     return in_one_form
 
 

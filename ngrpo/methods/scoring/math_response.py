@@ -2,11 +2,12 @@
 """The final answer of a response as LaTeX that math-verify reads."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from decimal import Decimal
 from itertools import pairwise
 
-from ngrpo.methods.scoring.answers import RESULT_MARK, is_about_answer, last_boxes, visible
+from ngrpo.machine.storage.datafiles import decimal_text
+from ngrpo.methods.scoring.answers import RESULT_MARK, last_boxes, values_and_about, visible
 
 # Of a long text the end is searched: the answer is there, and math-verify's search grows faster than the length.
 _TAIL = 4000
@@ -78,7 +79,7 @@ def _scaled(match: re.Match[str]) -> str:
     digits, dollar, text_begins, scale, text_ends = match.groups()
     number = Decimal(digits.replace(",", "")) * _SCALES[scale]
     still_open = text_begins if text_begins and not text_ends else ""
-    return f"{number.normalize():f}{dollar}{still_open}"
+    return f"{decimal_text(number)}{dollar}{still_open}"
 
 
 def _repeating(match: re.Match[str]) -> str:
@@ -181,7 +182,7 @@ def prepared(text: str) -> tuple[str, bool]:
         matches = list(_STATED.finditer(part[-_TAIL:]))
         if open_until:
             matches = [match for match in matches if not re.search(_MAYBE, match[0], re.I)]
-        values, about = _statements(matches)
+        values, about = values_and_about(map(_statement, matches))
         if values:
             answer = values[-1]
             break
@@ -202,18 +203,13 @@ def prepared(text: str) -> tuple[str, bool]:
 
 def _in_tag(text: str) -> str:
     """What the text of an ``<answer>`` tag states, or all of it."""
-    values, about = _statements(_STATED.finditer(text))
+    values, about = values_and_about(map(_statement, _STATED.finditer(text)))
     return next(reversed(values or about), text).strip()
 
 
-def _statements(matches: Iterable[re.Match[str]]) -> tuple[list[str], list[str]]:
-    """What follows each "answer is": the values of answers, and what is only about an answer, such as "correct"."""
-    values: list[str] = []
-    about: list[str] = []
-    for match in matches:
-        statement = match["below"] or match["rest"]
-        (about if is_about_answer(statement) else values).append(statement)
-    return values, about
+def _statement(match: re.Match[str]) -> str:
+    """The text of a match of :data:`_STATED`: the rest of the line, or the line below."""
+    return match["below"] or match["rest"]
 
 
 def _settled(candidate: str, *, is_stated: bool) -> str | None:

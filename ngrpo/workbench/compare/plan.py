@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ngrpo.config import parse
-from ngrpo.config.arms import Arm, parse_arms
+from ngrpo.config.arms import Arm, parse_arms, swept_key
 from ngrpo.config.run import SETTINGS, RunConfig
 from ngrpo.machine.models import conversation, packaged
 from ngrpo.machine.storage import datafiles
@@ -66,8 +66,8 @@ class _Words(NamedTuple):
     def over(self, file: _Words) -> _Words:
         """These words of a command line and those of a file, of which they replace what sets the same."""
         own = defaultdict[str, list[str]](list, file.own)
-        swept = {_swept(text) for text in self.own.get("sweep", [])}
-        own["sweep"] = [text for text in file.own.get("sweep", []) if _swept(text) not in swept]
+        swept = {swept_key(text) for text in self.own.get("sweep", [])}
+        own["sweep"] = [text for text in file.own.get("sweep", []) if swept_key(text) not in swept]
         for name, values in self.own.items():
             own[name] = [*own[name], *values]
         groups = defaultdict[str, list[str]](list)
@@ -265,11 +265,6 @@ def _split_words(argv: Sequence[str]) -> _Words:
             _check_training_flag(flag)
             training += flag.argv
     return _Words(own, groups, training)
-
-
-def _swept(text: str) -> str:
-    """The option or flag that a value of ``--sweep`` is about."""
-    return text.removeprefix("--").partition("=")[0].strip()
 
 
 def _other_command(flag: str) -> str | None:

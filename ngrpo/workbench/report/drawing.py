@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ngrpo.workbench.report.values import dig, rows, short_exponent
+from ngrpo.workbench.report.values import dig, rows, short_exponent, told_apart
 
 HUES = 7  # --hue0 (the baseline's grey) to --hue6 in style.css
 _DASHES = 6
@@ -165,11 +165,7 @@ def _tick_labels(ticks: Sequence[float], step: float, high: float) -> list[str]:
     """Labels with as many decimals as the step has; with an exponent, ``5e−6``, where these would be many."""
     decimals = next((digits for digits in range(_MOST_DECIMALS + 1) if math.isclose(round(step, digits), step)), None)
     if decimals is None or high >= 1e6:
-        for places in range(2, 10):
-            labels = [_with_exponent(tick, places) for tick in ticks]
-            if len(set(labels)) == len(labels):
-                break
-        return labels
+        return told_apart(lambda places: [_with_exponent(tick, places) for tick in ticks], range(2, 10))
     return [f"{tick:,.{decimals}f}".replace("-", "−") for tick in ticks]
 
 

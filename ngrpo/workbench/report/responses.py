@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ngrpo.workbench.report.drawing import Series
-from ngrpo.workbench.report.values import format_number, number, plural, rows, shortened, shown, token
+from ngrpo.workbench.report.values import format_number, number, plural, rows, shortened, shown, token, told_apart
 
 MOST_BYTES = 1_500_000
 """The room for all kept groups of a page, as JSON; the page names the number of steps left out."""
@@ -141,18 +141,16 @@ def _step(line: Mapping[str, Any]) -> dict[str, Any]:
 
 def _bar_rows(bars: _Bars, rewards: Sequence[float], groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """For each bar its label, count, height in percent of the highest, and how many of its responses are kept."""
-    all_edges = {edge for edges in bars.edges for edge in edges}
-    # The fewest decimals that tell the edges apart.
-    decimals = next(
-        (count for count in (2, 3, 4) if len({format_number(edge, count) for edge in all_edges}) == len(all_edges)), 4
-    )
+    all_edges = list(dict.fromkeys(edge for edges in bars.edges for edge in edges))
+    labels = told_apart(lambda decimals: [format_number(edge, decimals) for edge in all_edges], (2, 3, 4))
+    label_of_edge = dict(zip(all_edges, labels))
     counts = Counter(map(bars.bar_of, rewards))
     kept_counts = Counter(answer["bar"] for group in groups for answer in group["answers"])
     bar_rows = []
     for bar, edges in enumerate(bars.edges):
         bar_rows.append(
             {
-                "label": " to ".join(dict.fromkeys(format_number(edge, decimals) for edge in edges)),
+                "label": " to ".join(dict.fromkeys(label_of_edge[edge] for edge in edges)),
                 "count": counts[bar],
                 "share": round(100 * counts[bar] / max(counts.values())),
                 "held": kept_counts[bar],

@@ -3,7 +3,7 @@
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from jinja2 import Undefined
@@ -58,6 +58,16 @@ def format_number(value: object, digits: int = 3, *, sign: bool = False) -> str:
     text = short_exponent(f"{amount:.2g}") if too_large or too_small else f"{amount:,.{digits}f}"
     plus = "+" if sign and amount > 0 else ""
     return plus + text.replace("-", "−")
+
+
+def told_apart(labels: Callable[[int], list[str]], decimals: Iterable[int]) -> list[str]:
+    """The labels with the fewest decimals with which all differ; with the most, if they never do."""
+    made: list[str] = []
+    for count in decimals:
+        made = labels(count)
+        if len(set(made)) == len(made):
+            break
+    return made
 
 
 def short_exponent(text: str) -> str:

@@ -134,3 +134,10 @@ def test_another_method_that_fails_is_a_message_too(
 def test_a_right_file_has_no_message(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     lines = checked(FILE, tmp_path, capfd, code=0)
     assert lines and all(line.startswith("ok ") for line in lines)
+
+
+def test_a_misspelt_kind_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["check", "replay_bufer", "memory"]) == 2
+    assert (
+        "'memory' must be option=value, for example rate=0.2. Did you mean 'replay_buffer'?" in capsys.readouterr().err
+    )

@@ -85,7 +85,6 @@ def test_the_command_writes_a_whole_model(
     target = tmp_path / "whole"
 
     def full(source: Path, draft: Path, **options: Any) -> None:
-        draft.mkdir()
         (draft / "config.json").touch()
         raise OSError(errno.ENOSPC, "No space left on device")
 

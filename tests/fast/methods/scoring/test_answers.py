@@ -97,6 +97,10 @@ def test_training_and_evaluation_read_the_same_response(opening: str, end: str) 
     ("text", "found"),
     [
         ("1,234.50 and 007 and 100", {"1234.5", "7", "100"}),
+        (
+            "123456789012345678901234567890",
+            {"123456789012345678901234567890"},
+        ),  # more digits than Python's decimals keep
         ("-7, 8-5, (-2), x-3 and 2(4)-1", {"-7", "8", "5", "-2", "3", "2", "4", "1"}),
         ("x3 2x 3rd v1.2", set()),
         ("12.5. 0.50, -0", {"12.5", "0.5", "0"}),
