@@ -37,6 +37,13 @@ RESULT_MARK = r"(?<!#)####(?!#)(?!\W*(?:\d+[.):]\s+)?[A-Za-z]{3,}[^\n\d]*\n\s*\S
 _STATEMENT = re.compile(
     rf"(?:\banswer\b[^\n:=.]{{0,40}}?(?:\bis\b|:|=)|{RESULT_MARK})\s*:?\s*(?P<rest>[^\n]+)", re.IGNORECASE
 )
+SUPPOSED = re.compile(
+    r"(?<!\bI )(?<!\bI[’']d )(?<!\bwould )"
+    r"\b(?:if|suppose|assum(?:e|ing)|let)\s+(?:that\s+)?(?:(?:we|you|one)\s+(?:choose|select|pick|take)"
+    r"|(?:the\s+)?(?:\w+\s+)?(?:answer|option|choice)\s+(?:is|was|were|be))\b",
+    re.IGNORECASE,
+)
+"""The beginning of a supposition, which states no answer: "If we choose C", "suppose the answer is 42"."""
 # "The answer is correct" and "the answer is found by adding" are about an answer that the text has elsewhere.
 _ABOUT_ANSWER = re.compile(
     r"\W*(?:(?:indeed|still|also|therefore|thus|clearly|both)\s+)*"
@@ -110,7 +117,8 @@ def stated(text: str) -> str | None:
 
     A statement about an answer, such as "the answer is correct", counts only where there is no other.
     """
-    values, about = values_and_about(match["rest"].strip() for match in _STATEMENT.finditer(text))
+    statements = _STATEMENT.finditer(SUPPOSED.sub(" ", text))
+    values, about = values_and_about(match["rest"].strip() for match in statements)
     return next(reversed(values or about), None)
 
 
@@ -224,12 +232,6 @@ _MARKUP = re.compile(
     re.MULTILINE,
 )
 _DENIED = re.compile(r"(?:\bnot|n[’']t|\bnever|\bcannot)\s+(?:be\s+)?(?:option\s+|choice\s+)?\(?[A-Za-z]\)?(?![\w’'])")
-# "If we choose C", "suppose the answer is C": what follows is not claimed.
-_SUPPOSED = re.compile(
-    r"\b(?:if|suppose|assum(?:e|ing))\s+(?:that\s+)?(?:(?:we|you|one)\s+(?:choose|select|pick|take)"
-    r"|(?:the\s+)?(?:\w+\s+)?(?:answer|option|choice)\s+(?:is|was|were))\b",
-    re.I,
-)
 # The answer follows these: "the answer is", "Answer:", "I choose", "it must be", "wait, actually,".
 _CUE = re.compile(
     r"\b(?:answer|option|choice)\b[^\n.:;,]{0,30}?(?:\bis\b|\bbe\b|:|=|\s-)"
@@ -281,7 +283,7 @@ def check_choice(answer: str, text: str, options: Sequence[str] | None = None) -
 
 def chosen_letter(text: str, options: Sequence[str] | None = None) -> str | None:
     """The letter of the last statement; a letter alone, or the only one in a list, where nothing is stated outright."""
-    text = _DENIED.sub(" ", _SUPPOSED.sub(" ", visible(text)))
+    text = _DENIED.sub(" ", SUPPOSED.sub(" ", visible(text)))
     letter_of: dict[str, str] = {}  # by an option's text
     for option, letter in zip(options or (), string.ascii_uppercase):
         letter_of[_plain(option).lower()] = letter

@@ -7,7 +7,7 @@ from decimal import Decimal
 from itertools import pairwise
 
 from ngrpo.machine.storage.datafiles import decimal_text
-from ngrpo.methods.scoring.answers import RESULT_MARK, last_boxes, values_and_about, visible
+from ngrpo.methods.scoring.answers import RESULT_MARK, SUPPOSED, last_boxes, values_and_about, visible
 
 # Of a long text the end is searched: the answer is there, and math-verify's search grows faster than the length.
 _TAIL = 4000
@@ -147,16 +147,16 @@ _REWRITTEN = [
 def prepared(text: str) -> tuple[str, bool]:
     """What a response settles on.
 
-    Text that was corrected or denied later does not count, nor several numbers that it leaves open. The first of these
-    does: the last box with the boxes joined to it; the last ``<answer>``; the text after the last "answer is",
-    "answer:" or "####" that gives a value; the whole, if it is only an answer.
+    A supposition does not count, nor text that was corrected or denied later, nor several numbers that it leaves open.
+    The first of these does: the last box with the boxes joined to it; the last ``<answer>``; the text after the last
+    "answer is", "answer:" or "####" that gives a value; the whole, if it is only an answer.
 
     Returns:
         The answer as LaTeX, empty where it is cut off, and True; or the text in which to search for it, and False.
     """
     on_one_line = _DISPLAY.sub(r"\1\2\3", visible(text))
     text = _MARKUP.sub(lambda match: match["inside"] or "", on_one_line).strip()
-    text = _SCALE.sub(_scaled, _DENIED.sub(" ", text))
+    text = _SCALE.sub(_scaled, _DENIED.sub(" ", SUPPOSED.sub(" ", text)))
     answer: str | None = None
     about_answer: str | None = None
     tail = text[-_TAIL:].strip()
