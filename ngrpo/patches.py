@@ -350,11 +350,20 @@ VLLM: tuple[Patch, ...] = (
         "We read top_k and top_p of the step's rows as it does."),
 )
 
-# Nothing of verl is replaced: its classes are subclassed and its functions relied upon.
+# verl's classes are subclassed and its functions relied upon. Only its starts are replaced, by functions that check.
 VERL: tuple[Patch, ...] = (
+    _verl("utils.config", "validate_config", "9e2d82e4b51e",
+        "A run with a perturbation and a trainer that would not perturb is refused.",
+        "ngrpo.trainers.verl.entry_point:checked_config"),
+    _verl("trainer.main_ppo", "run_ppo", "16cd2df01be6",
+        "verl's other commands start their own runners with it, and these do not perturb.",
+        "ngrpo.trainers.verl.entry_point:checked_start"),
+    _verl(_BASE, "PPOTrainer._init_dataloader", "f45d901db25c", "Our trainer checks the datasets that it makes."),
     _verl(_BASE, "PPOTrainer._init_resource_pool_mgr", "493680a47259", "Our trainer puts our workers in."),
     _verl(_BASE, "PPOTrainer._compute_old_log_prob", "47e705af8fb4",
         "Our trainer sends the spec to the workers, and measures the mismatch."),
+    _verl(_BASE, "PPOTrainer._compute_advantage", "723b42cbdaf4",
+        "Its metrics compare token log-probabilities, which our trainer leaves out with a density."),
     _verl(_BASE, "PPOTrainer._compute_ref_log_prob", "647f0c685c99", "Our trainer sends the spec to the workers."),
     _verl(_BASE, "PPOTrainer._update_actor", "61e4a008610f",
         "Our trainer sends the spec to the workers, and collects their metrics."),

@@ -20,7 +20,7 @@ from perturbations.row_blocks import largest
 
 def input_gradient_option(default: str) -> Any:
     """The option ``input_gradient``; its default is ``none`` where the method's release feeds constants."""
-    help_text = "gradient of the fed inputs to the embedding: through the mixture, or none, as constants"
+    help_text = "how fed inputs pass gradient to the embedding: full, through the mixture; none, as constants"
     if default == "none":
         help_text += " (its release)"
     return option(default, help_text, choices=("full", "none"))
@@ -28,13 +28,13 @@ def input_gradient_option(default: str) -> Any:
 
 def density_option(description: str, *choices: str) -> Any:
     """The option ``density`` with default ``token``; ``description`` is of the further ``choices``."""
-    help_text = f"what the loss weighs: the token's probability, {description}"
+    help_text = f"whose probability the loss weighs: the token's, {description}"
     return option("token", help_text, choices=("token", *choices))
 
 
 def freeze_option(default: str, released: str = "") -> Any:
     """The option ``freeze``; ``released`` ends its help, such as `` (its release: both)``."""
-    help_text = f"what of the model does not train; tied matrices are one{released}"
+    help_text = f"which matrices do not train; tied ones count as one{released}"
     return option(default, help_text, choices=("none", "embedding", "head", "both"))
 
 

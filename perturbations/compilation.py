@@ -33,7 +33,7 @@ class Compiled:
     """A function of tensors, compiled as one graph; from the compiler's first failure on it runs uncompiled."""
 
     def __init__(self, function: Callable[..., Any], purpose: str, dynamic: bool | None = None) -> None:
-        """``purpose``: what the function does, for the warning. ``dynamic``: as of `torch.compile`."""
+        """``purpose``: what the function does, for the warning. ``dynamic``: as in `torch.compile`."""
         self.plain = function  # uncompiled
         self._purpose = purpose
         self._dynamic = dynamic

@@ -42,18 +42,19 @@ def gaussian(x: Vectors, mean: Vectors, sigma: PerPosition) -> PerPosition:
 
 
 def gumbel(
-    scores: PerCandidate, probabilities: PerCandidate, kept: Which, drawn: PerCandidate | None = None
+    scores: PerCandidate, probabilities: PerCandidate, kept: Which, unclamped: PerCandidate | None = None
 ) -> PerPosition:
     """SofT-GRPO's density of scores y: g_i = clamp(y_i − log p_i, −1.5, 3), mean of −g_i − exp(−g_i) over log p_i > −3.
 
-    Clamped noise has no gradient. Where ``drawn``, the noise before the clamp, lies beyond a bound, the bound counts.
+    Clamped noise has no gradient. ``unclamped`` is the noise before the clamp: where it lies beyond a bound, the bound
+    counts.
     """
     low, high = GUMBEL_RANGE
     log_p = torch.log(probabilities + LOG_FLOOR)
     noise = scores - log_p
     noise = torch.where((noise > low) & (noise < high), noise, noise.detach().clamp(low, high))
-    if drawn is not None:
-        noise = torch.where((drawn > low) & (drawn < high), noise, drawn.clamp(low, high))
+    if unclamped is not None:
+        noise = torch.where((unclamped > low) & (unclamped < high), noise, unclamped.clamp(low, high))
     return _mean(-noise - torch.exp(-noise), kept & (log_p > GUMBEL_MASK))
 
 
@@ -72,20 +73,21 @@ def normal(draws: PerCandidate, probabilities: PerCandidate, kept: Which) -> Per
     return _mean(terms, kept & (probabilities > NORMAL_MASK))
 
 
-def censored_gumbel(noise: PerCandidate, below: Which, above: Which, drawn: Which) -> PerPosition:
+def censored_gumbel(noise: PerCandidate, below: Which, above: Which, counted: Which) -> PerPosition:
     """The sum of the log-densities of Gumbel(0, 1) noise g, of which some is known by a bound alone (a Tobit model).
 
     Args:
         noise: n, the noise or its bound.
         below: where the noise lies below n, which has log P(g < n) = −exp(−n).
         above: where the noise lies above n, which has log P(g > n) = log(1 − exp(−exp(−n))).
-        drawn: where there is noise; another candidate adds 0. Elsewhere g = n, with log-density −n − exp(−n).
+        counted: which candidates count; another one adds 0. One that is neither below nor above has g = n, with
+            log-density −n − exp(−n).
     """
-    noise = torch.where(drawn, noise, 0.0).clamp(*_FINITE_NOISE)
+    noise = torch.where(counted, noise, 0.0).clamp(*_FINITE_NOISE)
     exp_minus_noise = torch.exp(-noise)
     terms = torch.where(below, -exp_minus_noise, -noise - exp_minus_noise)
     terms = torch.where(above, torch.log(-torch.expm1(-exp_minus_noise)), terms)
-    return torch.where(drawn, terms, 0.0).sum(dim=-1)
+    return torch.where(counted, terms, 0.0).sum(dim=-1)
 
 
 def concrete(weights: PerCandidate, log_p: PerCandidate, tau: float, kept: Which) -> PerPosition:
@@ -103,7 +105,9 @@ def concrete(weights: PerCandidate, log_p: PerCandidate, tau: float, kept: Which
 def dirichlet_weights(weights: PerCandidate, probabilities: PerCandidate, alpha: float, kept: Which) -> PerPosition:
     """Log-density of weights drawn from Dirichlet(α p), up to what does not depend on p: a sum, unclamped.
 
-    Of a weight below float32's smallest number s, P(γ < s Σγ) = (s Σγ)^a / Γ(a + 1) of its Gamma draw, a = α p.
+    A weight below float32's smallest number s has the probability P(γ < s T) = (s T)^a / Γ(a + 1) of its Gamma draw,
+    with a = α p and T = Σγ. It leaves the factor s^a / Γ(a + 1), since the integral over T has no p: the powers of T
+    multiply to T^(α − 1).
     """
     shape = torch.where(kept, (alpha * probabilities).clamp_min(1e-20), 1.0)
     log_weights = weights.clamp_min(SMALLEST).log()

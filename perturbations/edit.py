@@ -26,7 +26,7 @@ class InputEdit:
 
     Attributes:
         ids: candidates c. A candidate that is not used repeats another with weight 0.
-        weights: w; each row sums to 1, except with vectors or a module.
+        weights: w. Each row sums to 1, except with a ``mixture`` that is "free", with vectors, or with a module.
         sigma: noise scale σ, or None for no noise.
         vectors: v, or None: 4·D bytes of record per position. Replay feeds them as constants.
         normalizer: the factor that normalising the weights divided out, where a density needs the raw draws; else None.
@@ -127,7 +127,7 @@ _mixed_rows = Compiled(
 def realise(
     edit: InputEdit, lookup: Callable[[Tensor], Tensor], noise_keys: Tensor | None, module: Mixer | None = None
 ) -> Tensor:
-    """The vectors of an edit, (B, D) in the embedding's dtype; further arguments as of :func:`mix`."""
+    """The vectors of an edit, (B, D) in the embedding's dtype; further arguments as in :func:`mix`."""
     rows = lookup(edit.ids.reshape(-1))  # (B · K, D)
     candidates = rows.view(*edit.ids.shape, rows.shape[-1])  # (B, K, D)
     return mix(candidates, edit, noise_keys, module)

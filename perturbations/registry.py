@@ -92,13 +92,11 @@ class Registry:
 
     def available(self) -> dict[str, str]:
         """All names and the module, file or entry point of each."""
-        homes: dict[str, str] = {}
-        for name, cls in self.registered.items():
+        homes = {name: point.value for name, point in self.installed().items()}
+        homes.update(self.in_tree())
+        for name, cls in self.registered.items():  # the last, as `get` prefers a registered class
             file = user_files.origin(cls.__module__)
             homes[name] = cls.__module__ if file is None else file.filename
-        for name, point in self.installed().items():
-            homes[name] = point.value
-        homes.update(self.in_tree())
         return dict(sorted(homes.items()))
 
     def get(self, name: str, source: str | None = None) -> type:

@@ -70,7 +70,11 @@ class Step:
     def uniform(self, n: int | Tensor) -> Tensor:
         """(B, n) uniform draws in (0, 1), the same wherever and whenever the position is computed.
 
-        ``n``: draws per position; or token ids (B, n), since near-equal logits swap ranks.
+        A second call with the same ``n`` returns the same numbers, and :meth:`gumbel` and :meth:`normal` are functions
+        of the same bits. Take all draws in one call, or give each call other token ids.
+
+        ``n``: draws per position; or token ids (B, n), so that a draw belongs to its token: rollout and trainer may
+        rank near-equal logits differently.
         """
         return streams.uniform(self.keys_of(self.stream), n)
 

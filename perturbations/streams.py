@@ -137,7 +137,8 @@ def exponential(keys_: Tensor, n: int | Tensor) -> Tensor:
 
 
 # Attempts of the rejection sampling below: a loop until all are accepted would wait for the device. An attempt is
-# accepted with probability 0.95 or more, so that all seven fail for one draw in 10^9, which then is the mode.
+# accepted with probability 0.95 or more, so that all seven fail for one draw in 10^9. That draw takes v = 1, which is
+# about the median of Gamma(shape + 1).
 _GAMMA_ROUNDS = 7
 
 

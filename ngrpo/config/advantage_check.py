@@ -14,7 +14,7 @@ from ngrpo.methods.advantages.base import Advantage
 from ngrpo.methods.second_rounds.base import SecondRound
 from perturbations.errors import UsageError
 from perturbations.testing import Check, PerturbationError, outcomes
-from perturbations.testing.report import CLOSE, answered, check_answers, check_tensor, require
+from perturbations.testing.report import CLOSE, answered, check_answers, check_tensor, expect
 
 _GROUP_SIZES = (8, 16, 32, 64, 128, 256)
 _FRACTIONS = "rewards between 0 and 1"
@@ -112,7 +112,7 @@ def _check(advantage: Advantage, label: str, batch: _Batch) -> None:
             torch.device("cpu"),
         )
         not_finite = advantages[~torch.isfinite(advantages)].tolist()
-        require(
+        expect(
             not not_finite,
             f"{subject} formula() gives {not_finite[:1]}.",
             "Clamp before divisions: the rewards of a group may all be equal.",
@@ -137,13 +137,13 @@ def _check_sizes(advantage: Advantage, subject: str, advantages: Tensor) -> None
     )
     declared = answered(f"{subject} largest()", lambda: advantage.largest(advantages.shape[1]), largest_fix)
     size = advantages.abs().max().item()
-    require(
+    expect(
         advantage.normalized_over_step or size <= max(10.0, declared) * (1.0 + CLOSE),
         f"{subject} formula() gives |A| = {size:g}, which OpenRLHF clips to {max(10.0, declared):g}.",
         largest_fix,
     )
     total = advantages.sum(-1).abs().max().item()
-    require(
+    expect(
         not advantage.sums_to_zero or total <= 1e-3 * (1.0 + size),
         f"{subject} sums_to_zero is True, and the advantages of a group sum to {total:g}.",
         "Leave sums_to_zero at False.",
@@ -156,7 +156,7 @@ def _check_steps(advantage: Advantage) -> None:
         where = f"{advantage.name}: at_step({step})"
         fix = "It must accept every training step, from 0 on: return self, or dataclasses.replace(self, ...)."
         later = answered(where, partial(advantage.at_step, step), fix)
-        require(isinstance(later, Advantage), f"{where} is a {type(later).__name__}.", fix)
+        expect(isinstance(later, Advantage), f"{where} is a {type(later).__name__}.", fix)
 
 
 def _check_flags(advantage: Advantage) -> None:
@@ -166,7 +166,7 @@ def _check_flags(advantage: Advantage) -> None:
     notes_fix = "It must give a list of texts, each a warning for the user; an empty one for none."
     notes = answered(f"{advantage.name}: notes()", partial(advantage.notes, flags), notes_fix)
     are_texts = isinstance(notes, list | tuple) and all(isinstance(note, str) for note in notes)
-    require(are_texts, f"{advantage.name}: notes() gives {notes!r:.200}.", notes_fix)
+    expect(are_texts, f"{advantage.name}: notes() gives {notes!r:.200}.", notes_fix)
 
 
 def check_default_flags(method: Advantage | SecondRound, flags: Flags) -> None:
@@ -176,7 +176,7 @@ def check_default_flags(method: Advantage | SecondRound, flags: Flags) -> None:
     )
     defaults = answered(f"{method.name}: flags()", partial(method.flags, flags), fix)
     are_flags = isinstance(defaults, dict) and all(_is_flag(name, value) for name, value in defaults.items())
-    require(are_flags, f"{method.name}: flags() gives {defaults!r:.200}.", fix)
+    expect(are_flags, f"{method.name}: flags() gives {defaults!r:.200}.", fix)
 
 
 def _is_flag(name: object, value: object) -> bool:

@@ -343,6 +343,23 @@ VERL_FILTERS = (
     verl("actor_rollout_ref.rollout.top_p", none_of(None, 1)),
     verl("actor_rollout_ref.rollout.top_k", none_of(None, 0, -1)),
 )
+
+
+@partial(Feature, "actor_rollout_ref.actor.ppo_mini_batch_size below data.train_batch_size")
+def verl_several_updates(combination: Combination) -> str:
+    settings = combination.settings
+    prompts = settings.data.train_batch_size
+    of_update = settings.actor_rollout_ref.actor.ppo_mini_batch_size
+    return f"ppo_mini_batch_size={of_update} with data.train_batch_size={prompts}" if of_update < prompts else ""
+
+
+@partial(Feature, "actor_rollout_ref.model.lora_rank without lora.merge")
+def verl_adapters(combination: Combination) -> str:
+    model = combination.settings.actor_rollout_ref.model
+    rank = model.lora.get("rank") or model.lora_rank
+    return f"actor_rollout_ref.model.lora_rank={rank}" if rank and not model.lora.get("merge") else ""
+
+
 VERL_MASK = when("+perturbation.correct_mask=true", lambda combination: combination.arguments.get("correct_mask"))
 IN_TRL = when("TRL", lambda combination: True)
 WITHOUT_VLLM = when("use_vllm=False", lambda combination: not getattr(combination.settings, "use_vllm", False))

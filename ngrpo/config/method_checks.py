@@ -18,7 +18,7 @@ from ngrpo.methods.credits.base import Credit, StepTokens
 from ngrpo.methods.policy_noises.base import PolicyNoise
 from ngrpo.methods.sampling_schedules.base import NextTokens, PastStep, Run, SamplingSchedule
 from perturbations.testing import Check, PerturbationError, outcomes
-from perturbations.testing.report import answered, check_answers, check_repeatable, check_tensor, require
+from perturbations.testing.report import answered, check_answers, check_repeatable, check_tensor, expect
 
 _STEPS = 100  # training steps of the synthetic run
 _NAMES = ("model.embed_tokens.weight", "model.layers.0.self_attn.q_proj.weight", "model.layers.0.mlp.up_proj.weight")
@@ -60,13 +60,13 @@ def _check_credit(credit: Credit, label: str, tokens: StepTokens) -> None:
         shape = (len(tokens.answers),)
         check_tensor(f"{where} what formula() returns", advantages, shape, torch.float32, torch.device("cpu"))
         not_finite = advantages[~advantages.isfinite()].tolist()
-        require(not not_finite, f"{where} formula() gives {not_finite[:1]}.", "Clamp before divisions and logarithms.")
+        expect(not not_finite, f"{where} formula() gives {not_finite[:1]}.", "Clamp before divisions and logarithms.")
         return advantages
 
     draws = "Draw with perturbations.streams, from streams.keys(tokens.seeds, …)."
     advantages = check_repeatable(where, "formula()", formula, tokens, prefix="tokens.", draws=draws, what="tokens")
     keeps_or_drops = (advantages == tokens.advantages) | (advantages == 0.0)
-    require(
+    expect(
         not credit.keeps_sums or keeps_or_drops.all(),
         f"{where} keeps_sums is True, and a token's advantage is neither its response's nor 0.",
         "Leave keeps_sums at False.",
@@ -84,7 +84,7 @@ def _schedule_checks(schedule: SamplingSchedule) -> Iterator[Check]:
 
 def _check_changes(schedule: SamplingSchedule) -> None:
     own = type(schedule)
-    require(
+    expect(
         own.factor is not SamplingSchedule.factor or own.factor_of_step is not SamplingSchedule.factor_of_step,
         f"{schedule.name}: it has neither factor() nor factor_of_step(), so it changes no temperature.",
         "Write factor(self, at) -> (B,) for positions, factor_of_step(self, past, run) for training steps.",
@@ -108,7 +108,7 @@ def _check_factor(schedule: SamplingSchedule) -> None:
         shape = (len(at.logits),)
         check_tensor(f"{schedule.name}: what factor() returns", factors, shape, torch.float32, at.logits.device)
         wrong = ~(factors.isfinite() & (factors > 0.0))
-        require(
+        expect(
             not wrong.any(),
             f"{schedule.name}: factor() gives {factors[wrong][:1].tolist()} after {at.generated[wrong][:1].tolist()}"
             " tokens.",
@@ -126,7 +126,7 @@ def _check_factors_of_steps(schedule: SamplingSchedule) -> None:
     for step in range(_STEPS):
         where = f"{schedule.name}: factor_of_step()"
         factor = answered(where, partial(schedule.factor_of_step, past, run), "It must accept any earlier steps.")
-        require(
+        expect(
             isinstance(factor, int | float) and math.isfinite(factor) and factor > 0.0,
             f"{where} gives {factor!r} for training step {step}.",
             "It must be a finite number above 0.",
@@ -146,7 +146,7 @@ def _check_selects(noise: PolicyNoise) -> None:
     for name in _NAMES:
         where = f"{noise.name}: selects({name!r})"
         selected = answered(where, partial(noise.selects, name), "It must accept any parameter's name.")
-        require(isinstance(selected, bool), f"{where} gives {selected!r}.", "Return True or False.")
+        expect(isinstance(selected, bool), f"{where} gives {selected!r}.", "Return True or False.")
 
 
 def _check_scales(noise: PolicyNoise) -> None:
@@ -155,7 +155,7 @@ def _check_scales(noise: PolicyNoise) -> None:
         where = f"{noise.name}: scale()"
         divergence = None if step == 0 else 0.01
         sigma = answered(where, partial(noise.scale, step, _STEPS, last, divergence), "It must accept any step.")
-        require(
+        expect(
             isinstance(sigma, int | float) and math.isfinite(sigma) and sigma >= 0.0,
             f"{where} gives {sigma!r} for training step {step} of {_STEPS}.",
             "It must be a finite number, 0 or above.",

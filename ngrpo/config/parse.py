@@ -35,7 +35,7 @@ OPTION_GROUPS = {
         f" {SAMPLING}.schedule NAME"
     ),
 }
-# Of several of these flags the last one counts, as of OpenRLHF's.
+# Of several of these flags the last one counts, as in OpenRLHF.
 _LAST_COUNTS = (_MODEL, "--preset", "--task", "--hardware", "--run-dir", "--log-file")
 _RECORDS_MASKS = {f"{SAMPLING}.correct_mask", f"{SAMPLING}.score_centering"}
 """Switches with which each response comes with the tokens that sampling left."""

@@ -120,9 +120,9 @@ def centering_notes(complete: CompleteRun) -> Iterator[str]:
     """A warning where tokens are drawn from the policy of the loss, so that their scores have mean 0 already."""
     run = complete.run
     perturbation = run.perturbation
-    draws_text = perturbation is not None and perturbation.active and not perturbation.samples_text
+    draws_own_text = perturbation is not None and perturbation.active and not perturbation.samples_text
     is_filtered = run.sampling.truncations(complete.flags) and not run.sampling.correct_mask
-    if run.sampling.score_centering and not (draws_text or is_filtered or run.sampling_schedule is not None):
+    if run.sampling.score_centering and not (draws_own_text or is_filtered or run.sampling_schedule is not None):
         yield (
             "--sampling.score_centering has nothing to center: tokens are drawn from the policy of the loss. It is for"
             " top-p, top-k, min-p, --sampling.schedule and --perturbation cuts, not for the engine's rounding."

@@ -19,7 +19,7 @@ from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.machine.upstream.types import PreTrainedTokenizerBase
 from ngrpo.methods.second_rounds.base import SecondRound
 from perturbations.testing import Check
-from perturbations.testing.report import answered, check_answers, check_tensor, require, without_global_draws
+from perturbations.testing.report import answered, check_answers, check_tensor, expect, without_global_draws
 
 _QUESTION = "What is the sum of 2 and 2 ?"
 _GROUP = 4  # responses of the first round to a prompt
@@ -63,26 +63,24 @@ def check_prompts(method: SecondRound, label: str, text: str, tokenizer: PreTrai
     def prompt(seed: int) -> str:
         call = partial(method.prompt, text, tokenizer, Random(seed), **arguments)
         made = answered(f"{where} prompt()", call, "It must accept any prompt, with or without a chat template.")
-        require(
-            isinstance(made, str) and made.strip(), f"{where} prompt() gives {made!r:.200}.", "It must give a text."
-        )
+        expect(isinstance(made, str) and made.strip(), f"{where} prompt() gives {made!r:.200}.", "It must give a text.")
         return made
 
     prompts = without_global_draws(f"{where} prompt()", lambda: [prompt(seed) for seed in _SEEDS], _DRAWS)
     for seed, made in zip(_SEEDS, prompts):
         again = prompt(seed)
-        require(made == again, f"{where} prompt() gives {made!r:.100} and {again!r:.100} for the same draws.", _DRAWS)
+        expect(made == again, f"{where} prompt() gives {made!r:.100} and {again!r:.100} for the same draws.", _DRAWS)
     if method.refines:
         return
     room = answered(f"{where} room", lambda: method.room)
-    require(
+    expect(
         isinstance(room, int) and room >= 0,
         f"{where} room gives {room!r}.",
         "It must be the tokens that prompt() may add, a whole number, 0 or above.",
     )
     longest = max(prompts, key=partial(_count_tokens, tokenizer))
     added = _count_tokens(tokenizer, longest) - _count_tokens(tokenizer, text)
-    require(
+    expect(
         added <= room,
         f"{where} prompt() adds {added} tokens, and room is {room}: {longest!r:.200}.",
         "Engines are started with as many tokens more: return the most that it may add, from the property room.",
@@ -97,7 +95,7 @@ def _check_needed(method: SecondRound) -> None:
     where = f"{method.name}: is_needed()"
     for rewards in ([method.wrong] * _GROUP, [method.wrong + 1.0] * _GROUP, [method.wrong, method.wrong + 1.0]):
         needed = answered(where, partial(method.is_needed, rewards), "It must accept any rewards.")
-        require(isinstance(needed, bool), f"{where} gives {needed!r} for {rewards}.", "Return True or False.")
+        expect(isinstance(needed, bool), f"{where} gives {needed!r} for {rewards}.", "Return True or False.")
 
 
 def _check_kept(method: SecondRound) -> None:
@@ -108,13 +106,13 @@ def _check_kept(method: SecondRound) -> None:
     for rewards in ([wrong] * 6, [wrong, right, wrong, right, wrong, wrong], [right] * 6):
         kept = answered(where, partial(method.kept, rewards, _GROUP, Random(1)), "It must accept any rewards.")
         allowed = [number for number, reward in enumerate(rewards) if reward > wrong]
-        require(
+        expect(
             isinstance(kept, list) and set(kept) <= set(allowed) and len(set(kept)) == len(kept) < _GROUP,
             f"{where} gives {kept!r:.200} for rewards {rewards} and a group of {_GROUP}.",
             f"It must be a list of at most {_GROUP - 1} different indices of right responses, here of {allowed}.",
         )
         again = method.kept(rewards, _GROUP, Random(1))
-        require(kept == again, f"{where} gives {kept} and {again} for the same draws.", _DRAWS)
+        expect(kept == again, f"{where} gives {kept} and {again} for the same draws.", _DRAWS)
 
 
 def _check_log_ratio(method: SecondRound) -> None:
@@ -131,13 +129,13 @@ def _check_log_ratio(method: SecondRound) -> None:
         shape = tuple(tokens.log_probs.shape)
         check_tensor(f"what {where} returns", ratios, shape, torch.float32, torch.device("cpu"))
         not_finite = ratios[~ratios.isfinite()].tolist()
-        require(not not_finite, f"{where} gives {not_finite[:1]}.", "Clamp before exponents and logarithms.")
+        expect(not not_finite, f"{where} gives {not_finite[:1]}.", "Clamp before exponents and logarithms.")
         return ratios
 
     check_answers(f"{method.name}:", "log_ratio()", log_ratio, tokens, prefix="", draws="A ratio draws nothing.")
     log_probs = tokens.log_probs.clone().requires_grad_()
     ratios = log_ratio(_TokenLogProbs(log_probs, tokens.behavior))
-    require(
+    expect(
         ratios.requires_grad,
         f"{where} has no gradient of the policy's log-probabilities.",
         "Compute it from log_probs without .detach() or .item().",

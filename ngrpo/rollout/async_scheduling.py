@@ -35,7 +35,7 @@ class Note:
     """What a step drew. On CUDA it is still being copied to the host until ``ready`` has happened.
 
     Attributes:
-        ready: the event behind the copies; None where they have arrived.
+        ready: the event after the copies; None where they have arrived.
         slots: the trajectory of each of the step's B rows, (B,) int64.
         positions: of the tokens that were drawn, (B,) int64.
         kept_rows: the rows whose token belongs to a response; None for all.
@@ -102,27 +102,27 @@ class Notes:
             store: of tokens and edits.
             masks: the store of the tokens that sampling left; None where they are not recorded.
             routed: the store of experts; None where they are not recorded.
-            event: records an event behind all earlier copies; None where they have arrived.
+            event: records an event after all earlier copies; None where they have arrived.
         """
         self._store = store
         self._masks = masks
         self._routed = routed
         self._event = event
         self._at_once = STEPS_AT_ONCE if masks is None else 1
-        self._coming: deque[Note] = deque()
-        self._masked: deque[Note] = deque()
+        self._coming: deque[Note] = deque()  # notes whose tokens and edits are not in the store yet
+        self._masked: deque[Note] = deque()  # notes whose tokens and edits are, and whose sampling masks are not yet
         # Of each slot: the number of its newest note, and the position that its newest written note drew.
         self._newest_note = np.zeros(store.slots, dtype=np.int64)
         self._newest_position = np.full(store.slots, -1, dtype=np.int64)
-        self.taken = 0
+        self.added = 0
         self._stored = 0  # the number of notes whose tokens and edits are in the store
         self.written = 0
 
     def add(self, note: Note) -> None:
         """Queues the note of a step. Once enough steps have gathered, those that have arrived are written."""
         self._coming.append(note)
-        self.taken += 1
-        self._newest_note[note.slots] = self.taken
+        self.added += 1
+        self._newest_note[note.slots] = self.added
         if len(self._coming) >= self._at_once:
             self.drain()
 
@@ -199,12 +199,12 @@ def _arrived(note: Note, wait: bool) -> bool:
 
 
 class HostBuffer:
-    """A tensor on the host that a device copies to or from, and the event behind that copy.
+    """A tensor on the host that a device copies to or from, and the event after that copy.
 
     Attributes:
         tensor: the memory, pinned for CUDA.
         array: the same memory as numpy's.
-        event: recorded behind the copy; None without CUDA.
+        event: recorded after the copy; None without CUDA.
     """
 
     def __init__(self, pool: "HostBuffers") -> None:

@@ -37,7 +37,7 @@ from perturbations import Perturbation, ReplayBuffer, UsageError, parameters
 from perturbations.embeddings import ModelEmbeddings
 from perturbations.gates.default import BoundGate
 from perturbations.neighbors import Drift
-from perturbations.neighbors.base import Shard, over_ranks
+from perturbations.neighbors.base import Shard, fills_on_demand, over_ranks
 
 logger = logging.getLogger("ngrpo.rollout")
 
@@ -81,8 +81,7 @@ class AttachedPerturbation:
         self._tokenizer = _LazyTokenizer(config)
         self._vocabulary = config.get_vocab_size()
         self.embeddings = _embeddings(model, embedding, self._override, self._vocabulary, self._tokenizer)
-        # A table of neighbors takes half a minute on a CPU, so a row is computed there when it is first needed.
-        self._ahead = runner.device.type != "cpu"
+        self._prepares = not fills_on_demand(runner.device)
         additional_config = runner.vllm_config.additional_config
         self.schedule = read_schedule(additional_config)
         self._routed = RoutedExperts(runner) if additional_config.get(ROUTED_EXPERTS) else None
@@ -186,7 +185,7 @@ class AttachedPerturbation:
         """Compiles what the first requests need. An index of neighbors is built only where that happens ahead."""
         with torch.inference_mode():
             for rows in (2, 1):  # torch.compile specialises on a batch of 1
-                self.perturber.rehearse(self._example_logits(rows), edits=self._ahead)
+                self.perturber.rehearse(self._example_logits(rows), edits=self._prepares)
 
     def _example_logits(self, rows: int) -> Tensor:
         """Logits of zeros, (rows, V), in the dtype and with the strides of the model's."""
@@ -208,9 +207,9 @@ class AttachedPerturbation:
         return profile_run
 
     def prepare(self) -> None:
-        """Computes what the perturbation needs of the weights, at the start and at the end of a weight sync."""
-        self._check_awake("perturbation_prepare: nothing can be computed of the weights")
-        if self._ahead:
+        """Computes what the perturbation needs from the weights, at the start and at the end of a weight sync."""
+        self._check_awake("perturbation_prepare: nothing can be computed from the weights")
+        if self._prepares:
             self.perturbation.prepare(self.embeddings)
 
     def drift(self) -> Drift | None:
@@ -237,7 +236,7 @@ class AttachedPerturbation:
         self.prepare()
 
     def refresh(self) -> None:
-        """Some weights are new: what was computed of the old ones or captured with them is dropped."""
+        """Some weights are new: what was computed from the old ones or captured with them is dropped."""
         self.embeddings.refresh()
         self.perturber.weights_changed()
 
@@ -265,7 +264,7 @@ def _may_capture(runner: RunnerV2, embedding: VocabParallelEmbedding) -> bool:
 
 
 def follow_weights(runner: Any, attached: AttachedPerturbation) -> None:
-    """Wraps the methods by which a runner loads weights, so that what its perturbation computed of them is refreshed.
+    """Wraps the methods by which a runner loads weights, so that what its perturbation computed from them is refreshed.
 
     Every weight sync ends in ``model.load_weights``. OpenRLHF calls it for each parameter, so only calls that load all
     at once (``reload_weights``, ``finish_weight_update``, the last call in `rollout_actor.py`) prepare the perturbation

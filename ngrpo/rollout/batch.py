@@ -66,10 +66,14 @@ class Batch:
 
 
 NO_POSITIONS = np.zeros(0, dtype=np.int64)
-NO_ROWS = Rows(
-    names=[],
-    slots=NO_POSITIONS,
-    seeds=NO_POSITIONS,
-    first=NO_POSITIONS,
-    perturbed=np.zeros(0, dtype=bool),
-)
+
+
+def no_rows() -> Rows:
+    """The rows of a batch without requests."""
+    return Rows(
+        names=[],
+        slots=NO_POSITIONS,
+        seeds=NO_POSITIONS,
+        first=NO_POSITIONS,
+        perturbed=np.zeros(0, dtype=bool),
+    )

@@ -16,6 +16,7 @@ from ngrpo.machine.upstream.types import VocabParallelEmbedding
 from perturbations import ReplayRecord, UsageError
 
 _LENGTH = 10  # tokens of a text
+_SHORTEST = 4  # tokens of a text where the context has no room for more
 _ATTEMPTS = 3  # texts that are tried where a model's output hardly depends on one of its inputs
 
 
@@ -39,9 +40,9 @@ class CheckTexts:
     """Three texts of one length, and what is fed in the second of them.
 
     Attributes:
-        first: the text in front of it in a batch.
+        first: the text before it in a batch.
         text: the text in which a row is overridden.
-        last: the text behind it in a batch.
+        last: the text after it in a batch.
         row: the row that is overridden, 1 or later.
         other: another token than the text's in that row, which is fed there.
     """
@@ -105,8 +106,11 @@ def reads_tokens_elsewhere(modules: Iterable[nn.Module], embedding: VocabParalle
 def texts_of_check(vocabulary: int, longest: int, attempt: int = 0) -> CheckTexts:
     """Texts of at most ``longest`` tokens from the vocabulary's lower half; UsageError for too short a context."""
     length = min(_LENGTH, longest)
-    if length < 4:
-        raise UsageError(f"the start-up check needs at least 7 tokens, not {longest + 3}: raise max_model_len.")
+    if length < _SHORTEST:
+        raise UsageError(
+            f"the start-up check needs texts of at least {_SHORTEST} tokens, and the model has room for {longest}:"
+            " raise max_model_len."
+        )
     usual_tokens = np.arange(vocabulary // 20, max(vocabulary // 2, min(vocabulary, 32)))
     shuffled = np.random.default_rng(attempt).permutation(usual_tokens)
     tokens = np.resize(shuffled, 3 * length + 1).tolist()
@@ -215,12 +219,12 @@ def compared(
             text.log_probs(row, generated=2),
         ),
         comparison(
-            f"the {unit} in front",
+            f"the {unit} before it",
             fed["first"].log_probs(generated=2),
             plain["first"].log_probs(generated=2),
         ),
         comparison(
-            f"the {unit} behind",
+            f"the {unit} after it",
             fed["last"].log_probs(generated=2),
             plain["last"].log_probs(generated=2),
         ),

@@ -17,7 +17,9 @@ PLAIN = -1  # the source of a row that is the model's own
 
 
 class _OverriddenForward(nn.Module):
-    """The override right after the forward of ``bare_embedding``, inside the work of the module's other classes.
+    """Calls the forward of ``bare_embedding`` and replaces rows of its result.
+
+    The module's own class comes earlier in the method resolution order, so a factor that it applies comes after this.
 
     Attributes:
         bare_embedding: the class whose forward gives rows of the matrix; a base of the module's class.
@@ -125,11 +127,11 @@ class InputOverride:
         """No row of the last step is perturbed."""
         self.drawn_fed.zero_()
 
-    def store_edits(self, rows: Tensor, vectors: Tensor) -> None:
-        """Places edits from the store, vectors (N, D), for rows (N,) int64 of the next forward: :meth:`stored`."""
+    def place_stored(self, rows: Tensor, vectors: Tensor) -> None:
+        """Places edits from the store, vectors (N, D), for rows (N,) int64 of the next forward."""
         self._module.override_vectors.index_copy_(0, rows + self.drawn_rows, vectors)
 
-    def stored(self, rows: np.ndarray) -> np.ndarray:
+    def sources_of_stored(self, rows: np.ndarray) -> np.ndarray:
         """The sources of rows with edits from the store, (N,) int64."""
         return rows + self.drawn_rows
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from ngrpo.methods.sampling_schedules.base import NextTokens, SamplingSchedule
 from ngrpo.rollout import step_graphs
 from ngrpo.rollout.async_scheduling import HostBuffer, Note, Notes
-from ngrpo.rollout.batch import NO_POSITIONS, NO_ROWS, Batch, Rows
+from ngrpo.rollout.batch import NO_POSITIONS, Batch, Rows, no_rows
 from ngrpo.rollout.chunks import grown
 from ngrpo.rollout.input_override import PLAIN, InputOverride
 from ngrpo.rollout.output_layer import OutputLayer
@@ -45,7 +45,7 @@ logger = logging.getLogger("ngrpo.rollout")
 
 T = TypeVar("T")
 
-# Stored edits are mixed in chunks of at most this many candidates; a warm-up with more of them raises it.
+# Stored edits are mixed in chunks of at most this many candidates, or as many as the largest warm-up had.
 REPLAY_CHUNK = 1024
 
 
@@ -124,7 +124,7 @@ class RolloutPerturber:
         self._candidates_at_once = REPLAY_CHUNK
 
         # The batch, and what stays the same while its rows do.
-        self._rows = NO_ROWS
+        self._rows = no_rows()
         self.composition = 0  # counts the changes of the batch's rows
         self._row_of_slot = np.full(store.slots, -1, dtype=np.int64)  # -1 for slots that are not in the batch
         self._training_steps = torch.zeros(0, dtype=torch.int64)  # of the rows, (B,); for a schedule only
@@ -187,7 +187,7 @@ class RolloutPerturber:
             names=list(names),
             slots=slots,
             seeds=store.seeds[slots],
-            first=store.prompts[slots],
+            first=store.prompt_lengths[slots],
             perturbed=store.perturbed[slots],
         )
         self.composition += 1
@@ -218,7 +218,7 @@ class RolloutPerturber:
                 count=int(counts[row]),
                 first_row=int(last_rows[row] - counts[row] + 1),
             )
-            sources[edited_rows] = self._override.stored(edited_rows)
+            sources[edited_rows] = self._override.sources_of_stored(edited_rows)
             self._in_order = False
         self._override.lay_out(sources, self._upload)
 
@@ -250,7 +250,7 @@ class RolloutPerturber:
                 **optional,
             )
             vectors = realise(edit, self._override.lookup, self._upload(noise_keys[chunk]), module)
-            self._override.store_edits(self._upload(rows[chunk]), vectors)
+            self._override.place_stored(self._upload(rows[chunk]), vectors)
         return rows
 
     # --- after the logits ---------------------------------------------------------------------------------------
@@ -328,9 +328,9 @@ class RolloutPerturber:
 
         ``scaled``: z̃, (B, V), float32; or as the model computes them, where no request changes or filters any.
         ``temperature``: (B,) float32, 1 for greedy rows. ``drawable``: logits after top-k, top-p and min-p, (B, V)
-        float32. ``greedy``: argmax tokens for greedy rows and -1 elsewhere, (B,) int64; None where no row is greedy.
-        ``output_hidden``: the last hidden states, (B, D), if the graph computes the logits; ``scaled`` and ``drawable``
-        are then a placeholder without values. Else None.
+        float32; the tensor ``scaled`` itself where no request filters. ``greedy``: argmax tokens for greedy rows and -1
+        elsewhere, (B,) int64; None where no row is greedy. ``output_hidden``: the last hidden states, (B, D), if the
+        graph computes the logits; ``scaled`` and ``drawable`` are then a placeholder without values. Else None.
         """
         batch, hidden = self._take_step(scaled)
         logits = Logits(
@@ -389,7 +389,7 @@ class RolloutPerturber:
         columns = rows.columns_of(size, scratch=self._store.slots)
         count = len(batch.slots)
         columns.positions[:count] = batch.next_positions
-        columns.kept[:count] = batch.sampled
+        columns.sampled[:count] = batch.sampled
         columns.eligible[:count] = eligible
         matrix = require(rows.matrix, "the columns")
         result = self._try_graphs(lambda graphs: graphs.run(matrix, count, logits, output_hidden))
@@ -451,7 +451,7 @@ class RolloutPerturber:
         self._store.has_edits[may_edit] = True
 
     def _event(self, buffer: HostBuffer | None = None) -> torch.cuda.Event | None:
-        """Records an event behind all earlier copies, the buffer's own if given; None without CUDA."""
+        """Records an event after all earlier copies, the buffer's own if given; None without CUDA."""
         if self.device.type != "cuda":
             return None
         event = torch.cuda.Event() if buffer is None else require(buffer.event, "the event of a buffer")
@@ -467,7 +467,8 @@ class RolloutPerturber:
             self._grow(self._store.slots)
         self._last_position[slot] = -1
         self._row_of_slot[self._rows.slots] = -1
-        self._rows = NO_ROWS  # the next batch is looked up even with the same names: a new request may have an old one
+        # The next batch is looked up even with the same names: a new request may have an old one.
+        self._rows = no_rows()
         self._gate.reset(slot, prompt)
         if self.masks is not None:
             self.masks.clear(slot)

@@ -54,7 +54,7 @@ def take_finished(llm: LLM, request_ids: Sequence[str] | None = None) -> dict[st
 def trajectories_of(
     output_processor: object, packed: Mapping[str, Mapping[str, bytes]]
 ) -> dict[str, FinishedTrajectory]:
-    """Trajectories that end where their responses do, by key as of :func:`take_records`.
+    """Trajectories that end where their responses do, by key as in :func:`take_records`.
 
     ``output_processor``: of the engine's front end; ``packed``: internal request id to what a worker handed over.
     """
@@ -81,7 +81,7 @@ def drop_records(llm: LLM, request_ids: Sequence[str]) -> None:
 def set_perturbation(llm: LLM, name: str, **options: object) -> None:
     """Gives a running engine another perturbation between requests; RuntimeError where it was built without one.
 
-    ``name`` and ``options``: as of :func:`perturbations.create`. Rate 0 is allowed: nothing is perturbed then, and
+    ``name`` and ``options``: as in :func:`perturbations.create`. Rate 0 is allowed: nothing is perturbed then, and
     tokens are drawn from the perturbed engine's streams.
     """
     _call(llm, "replace", registry.create(name, **options).spec())

@@ -103,7 +103,7 @@ class RunningRequests:
         self._prompt_counts = seeds.PromptCounts(rank)
         # Live requests whose record nobody may get any more: it was handed over, or the request was aborted.
         self._dropped: set[str] = set()
-        # Requests that the scheduler reported as finished, with the number of notes that had been taken by then. A
+        # Requests that the scheduler reported as finished, with the number of notes that had been added by then. A
         # record is complete once all of these are in the stores.
         self._ended: dict[str, int] = {}
         # Names of all requests that are alive or in the buffer. A buffer may drop records without telling, so some
@@ -123,7 +123,7 @@ class RunningRequests:
         """
         for name in scheduler_output.finished_req_ids:
             if name in self._store.live:
-                self._ended[name] = self._perturber.notes.taken
+                self._ended[name] = self._perturber.notes.added
         self._finish()
         for request in scheduler_output.scheduled_new_reqs:
             self._open(request)
@@ -240,7 +240,7 @@ class RunningRequests:
             # vLLM's scheduler reports the end of a request only with the next step. The record is complete already,
             # and must not come a second time.
             self._dropped.add(name)
-            self._perturber.notes.drain(until=self._perturber.notes.taken)
+            self._perturber.notes.drain(until=self._perturber.notes.added)
             return self._extract(name)
         if name not in self._store.live:
             self._names.discard(name)

@@ -157,8 +157,8 @@ class RoutedExperts:
         places = np.full(len(positions), -1)
         cached: list[CachedTokens] = []
         if self._blocks:
-            prompts = self._store.prompts[slots]
-            for row in (starts < prompts).nonzero()[0]:
+            prompt_lengths = self._store.prompt_lengths[slots]
+            for row in (starts < prompt_lengths).nonzero()[0]:
                 slot = int(slots[row])
                 rows = slice(int(ends[row] - counts[row]), int(ends[row]))
                 places[rows] = self._places(slot, positions[rows])
@@ -167,7 +167,7 @@ class RoutedExperts:
                     cached.append(CachedTokens(slot, skipped, self._places(slot, skipped)))
             self._scheduled[slots] = np.maximum(self._scheduled[slots], starts + counts)
             # Blocks of generated tokens are their trajectory's own: only prompts are shared.
-            places[positions >= np.repeat(prompts, counts)] = -1
+            places[positions >= np.repeat(prompt_lengths, counts)] = -1
         self._tokens = ForwardTokens(
             slots=np.repeat(slots, counts),
             positions=positions,

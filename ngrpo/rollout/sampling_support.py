@@ -32,9 +32,14 @@ LIMIT = 8 << 30
 
 
 def pack(drawable: Tensor) -> tuple[Tensor, Tensor]:
-    """One bit for each token that may be drawn, the first in a byte's lowest, (B, ⌈V/8⌉) uint8; their numbers (B,).
+    """Bits, one for each token, the first token in a byte's lowest bit; and the number of tokens that a row has left.
 
-    Cut tokens are -inf in ``drawable`` (B, V). Rows with more than V/2 tokens have the bits of those cut.
+    Args:
+        drawable: (B, V), with -inf at the tokens that sampling cut.
+
+    Returns:
+        (B, ⌈V/8⌉) uint8 and (B,) int64. A bit is set for a token that is left; in a row where more than V/2 are left,
+        for a token that is cut.
     """
     size = drawable.shape[-1]
     mask = drawable > -torch.inf
@@ -77,7 +82,7 @@ class SamplingSupport:
     """
 
     def __init__(self, drawable: Tensor, download: Callable[[Tensor], Tensor]) -> None:
-        """drawable: as of :func:`pack`; download: makes a copy on the host that may arrive later."""
+        """drawable: as in :func:`pack`; download: makes a copy on the host that may arrive later."""
         self._size = drawable.shape[-1]
         self._download = download
         bits, counts = pack(drawable)

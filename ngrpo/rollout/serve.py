@@ -186,7 +186,7 @@ async def _with_records(held: _HeldResponse, engine: AsyncLLM, suffix: str) -> R
 def _request_ids(name: str, choices: int) -> list[list[str]]:
     """For each choice of the response with this id, the ids under which vLLM 0.29 may have run it.
 
-    A completion numbers its prompts behind its id, and the samples of a prompt are numbered in front of it. The
+    A completion numbers its prompts after its id, and the samples of a prompt are numbered in front of it. The
     response does not say how many of its choices are samples of one prompt.
     """
     if not name.startswith("cmpl-"):

@@ -123,7 +123,8 @@ def request_arguments(params: object) -> dict[str, Any]:
 
     - ``seed`` and ``sample`` name the trajectory.
     - ``enabled: False`` leaves it unperturbed.
-    - ``record`` is the record of earlier turns.
+    - ``record`` is the record of earlier turns. ``ahead: True`` replays it on generated positions too; only the
+      start-up check sets this.
     - ``training_step`` is what a sampling schedule goes by; ``scheduled: False`` leaves the schedule out.
     - ``answer`` is the number of the response among those to its prompt, from 0, and ``answers`` how many these are.
     """

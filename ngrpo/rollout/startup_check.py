@@ -24,6 +24,7 @@ from ngrpo.rollout.settings import DEFERRED_CHECK, KEY, read
 
 _DUE = "_perturbation_check_due"
 _PASSED = "_perturbation_check_passed"
+_BEYOND_TEXT = 3  # tokens after a text: the further one of the probe "longer", and two generated ones
 _NUMBERS = itertools.count()
 
 
@@ -124,7 +125,7 @@ def check_core(core: EngineCore) -> float:
             reads_tokens = any(core.collective_rpc("perturbation_reads_tokens"))
             check_texts(
                 model.get_vocab_size(),
-                model.max_model_len - 3,
+                model.max_model_len - _BEYOND_TEXT,
                 lambda texts: _comparisons(core, texts, reads_tokens),
                 half_precision=str(model.dtype) != "torch.float32",
                 where="vLLM's engine",

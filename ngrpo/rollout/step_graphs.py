@@ -142,7 +142,7 @@ class StepGraphs:
         """
         Args:
             kernels: the parts of a step.
-            gate: of the trajectories, with a scratch row behind the last slot.
+            gate: of the trajectories, with a scratch row after the last slot.
             override: of the embedding, which the vectors go to; it has the rows of the largest step.
             device: a CUDA device.
             watched: returns the tensors whose addresses a graph keeps, apart from the buffers that are made here.
@@ -332,7 +332,7 @@ class StepGraphs:
         # scratch slot, so that it does not move the gate's state of a trajectory.
         values = flat.clone()
         columns.slots.fill_(self._scratch)
-        columns.kept.zero_()
+        columns.sampled.zero_()
         columns.eligible.zero_()
         self._step(columns, logits, output_hidden)
         self._check_addresses()  # the first run may have built a new table, and older graphs read the old one

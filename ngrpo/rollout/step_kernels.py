@@ -167,11 +167,12 @@ class StepKernels:
         tokens, summary = sample(logits.scaled, logits.drawable, step_rows.token_keys)
         if logits.greedy is not None:
             tokens = torch.where(logits.greedy >= 0, logits.greedy, tokens)
+        self._observe(step_rows, tokens)
         if logits.drawable is None or not self._masked:
-            log_probs = self._observed_log_probs(step_rows, tokens, logits.scaled, summary.log_total)
+            log_probs = _log_probs(tokens, logits.scaled, summary.log_total)
             return Drawn(tokens=tokens, log_probs=log_probs, summary=summary, log_total=None)
         total = log_total(logits.drawable)
-        log_probs = self._observed_log_probs(step_rows, tokens, logits.drawable, total)
+        log_probs = _log_probs(tokens, logits.drawable, total)
         return Drawn(tokens=tokens, log_probs=log_probs, summary=summary, log_total=total)
 
     @_part
@@ -216,10 +217,11 @@ class StepKernels:
             allowed = allowed & selected
         opened, fed = self._gate.verdict(step, proposal, rows.slots, rows.first, allowed, logits.greedy)
         tokens = torch.where(opened, proposal.tokens, draw.tokens)
+        self._observe(rows, tokens)
         if draw.log_total is None:
-            log_probs = self._observed_log_probs(rows, tokens, logits.scaled, draw.summary.log_total)
+            log_probs = _log_probs(tokens, logits.scaled, draw.summary.log_total)
         else:
-            log_probs = self._observed_log_probs(rows, tokens, drawable, draw.log_total)
+            log_probs = _log_probs(tokens, drawable, draw.log_total)
         return tokens, log_probs, _recorded(proposal, fed, agreed=tokens == draw.tokens)
 
     def _step(self, rows: StepRows, draw: Drawn, logits: Logits, keys: Mapping[streams.Stream, Tensor]) -> Step:
@@ -258,19 +260,21 @@ class StepKernels:
             recorded.get("vectors"),
         )
 
-    def _observed_log_probs(self, rows: StepRows, tokens: Tensor, logits: Tensor, total: Tensor) -> Tensor:
-        """log π of tokens (N,) by logits (N, V) with the log Σ exp ``total`` (N,); the gate observes the tokens."""
+    def _observe(self, rows: StepRows, tokens: Tensor) -> None:
+        """Shows the gate the tokens (N,) in the text.
+
+        Called for the drawn tokens, and again for the final tokens of the gated rows, which replace these.
+        """
         if self._gate.tracks_tokens:
             matched = self._gate.matched(rows.slots, rows.positions)
-            self._gate.observe(rows.slots, rows.positions, tokens, matched, rows.kept > 0)
-        return logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1).float() - total
+            self._gate.observe(rows.slots, rows.positions, tokens, matched, rows.sampled > 0)
 
     @_part
     def advance_gate(self, rows: Tensor, draw: Drawn, logits: Logits, fed: Tensor) -> None:
         """Moves the further gate's state past the tokens of all rows; ``fed``: perturbed, (B,) bool."""
         step_rows = StepRows.view(rows)
         step = self._step(step_rows, draw, logits, keys={})
-        self._gate.advance(step_rows.slots, step, step_rows.first, fed, step_rows.kept > 0)
+        self._gate.advance(step_rows.slots, step, step_rows.first, fed, step_rows.sampled > 0)
 
     # Only a graph computes keys on the device: as single operations they would be a hundred kernels.
     @_part
@@ -284,7 +288,7 @@ class StepKernels:
             slots=columns.slots,
             first=columns.first,
             positions=columns.positions,
-            kept=columns.kept,
+            sampled=columns.sampled,
             seeds=columns.seeds,
             token_keys=streams.of_stream(mixed, streams.Stream.TOKEN),
         )
@@ -370,8 +374,13 @@ class StepKernels:
                     torch._dynamo.maybe_mark_dynamic(tensor, 0)
 
 
+def _log_probs(tokens: Tensor, logits: Tensor, total: Tensor) -> Tensor:
+    """log π of tokens (N,) by logits (N, V) with the log Σ exp ``total`` (N,): (N,) float32."""
+    return logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1).float() - total
+
+
 def _recorded(proposal: Proposal, fed: Tensor, agreed: Tensor) -> dict[str, Tensor]:
-    """What is recorded of a proposal, by name, as of :class:`~ngrpo.rollout.step_rows.Edited`."""
+    """What is recorded of a proposal, by name, as in :class:`~ngrpo.rollout.step_rows.Edited`."""
     edit = proposal.edit
     recorded = {
         "fed": fed,

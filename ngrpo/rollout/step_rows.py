@@ -21,7 +21,7 @@ class StepRows(NamedTuple):
         slots: of the trajectories.
         first: positions of their first generated tokens.
         positions: of the tokens that are drawn.
-        kept: 0 where a prompt is not complete, so that vLLM throws the token away.
+        sampled: 0 where a prompt is not complete, so that vLLM throws the token away.
         seeds: of the trajectories.
         token_keys: the keys of `Stream.TOKEN`.
     """
@@ -29,7 +29,7 @@ class StepRows(NamedTuple):
     slots: Tensor
     first: Tensor
     positions: Tensor
-    kept: Tensor
+    sampled: Tensor
     seeds: Tensor
     token_keys: Tensor
 
@@ -49,7 +49,7 @@ class StepColumns(NamedTuple):
     slots: Tensor
     first: Tensor
     positions: Tensor
-    kept: Tensor
+    sampled: Tensor
     seeds: Tensor
     eligible: Tensor
 
@@ -60,7 +60,7 @@ class HostColumns(NamedTuple):
     slots: np.ndarray
     first: np.ndarray
     positions: np.ndarray
-    kept: np.ndarray
+    sampled: np.ndarray
     seeds: np.ndarray
     eligible: np.ndarray
 

@@ -57,7 +57,7 @@ class TrajectoryStore:
         slots: number S of slots.
         live: slots by request.
         seeds: of the trajectories, (S,) int64.
-        prompts: lengths of the prompts in tokens, hence positions of the first generated tokens, (S,) int64.
+        prompt_lengths: in tokens, hence the positions of the first generated tokens, (S,) int64.
         training_steps: for the sampling schedule, which leaves a request with -1 out, (S,) int64.
         response_numbers: of each response among those to its prompt, from 0, and how many these are, (S, 2) int64.
         perturbed: whether the request may be perturbed, (S,) bool.
@@ -81,7 +81,7 @@ class TrajectoryStore:
         self._model = 0 if embedding is None else model_fingerprint(*embedding, module)
         self.live: dict[str, int] = {}
         self.seeds = np.zeros(self.slots, dtype=np.int64)
-        self.prompts = np.zeros(self.slots, dtype=np.int64)
+        self.prompt_lengths = np.zeros(self.slots, dtype=np.int64)
         self.training_steps = np.zeros(self.slots, dtype=np.int64)
         self.response_numbers = np.zeros((self.slots, 2), dtype=np.int64)
         self.perturbed = np.zeros(self.slots, dtype=bool)
@@ -114,7 +114,7 @@ class TrajectoryStore:
             self._grow()
         slot = self._free.pop()
         self.seeds[slot] = seed
-        self.prompts[slot] = prompt_tokens
+        self.prompt_lengths[slot] = prompt_tokens
         self.training_steps[slot] = training_step
         self.response_numbers[slot] = response_number
         self.perturbed[slot] = perturbed
@@ -128,7 +128,7 @@ class TrajectoryStore:
         self._free.extend(reversed(range(self.slots, 2 * self.slots)))
         self.slots *= 2
         self.seeds = grown(self.seeds, self.slots)
-        self.prompts = grown(self.prompts, self.slots)
+        self.prompt_lengths = grown(self.prompt_lengths, self.slots)
         self.training_steps = grown(self.training_steps, self.slots)
         self.response_numbers = grown(self.response_numbers, self.slots)
         self.perturbed = grown(self.perturbed, self.slots)
@@ -163,7 +163,7 @@ class TrajectoryStore:
 
     def write_tokens(self, slots: np.ndarray, positions: np.ndarray, log_probs: np.ndarray) -> None:
         """Writes N generated tokens, ascending within a slot; a position drawn again replaces all after it."""
-        indices = positions - self.prompts[slots]
+        indices = positions - self.prompt_lengths[slots]
         drawn_again = indices < self._tokens.counts[slots]
         if drawn_again.any():
             for row in drawn_again.nonzero()[0]:
@@ -173,7 +173,7 @@ class TrajectoryStore:
         self._tokens.write(slots, indices, {"log_probs": log_probs})
 
     def write_edits(self, slots: np.ndarray, positions: np.ndarray, fields: dict[str, np.ndarray]) -> None:
-        """Writes N edits, ascending within a slot, each behind the last one of its slot."""
+        """Writes N edits, ascending within a slot, each after the last one of its slot."""
         indices = self._edits.counts[slots] + _earlier_occurrences(slots)
         self._edits.write(slots, indices, {"positions": positions.astype(np.int32), **fields})
 
@@ -185,7 +185,7 @@ class TrajectoryStore:
         """
         if self._embedding is not None:
             record.check_model(*self._embedding)
-        earlier = record if ahead else record.truncate(int(self.prompts[slot]))
+        earlier = record if ahead else record.truncate(int(self.prompt_lengths[slot]))
         self.ahead[slot] = ahead
         if len(earlier):
             fields = {name: values for name, values in vars(earlier).items() if isinstance(values, np.ndarray)}
@@ -202,7 +202,7 @@ class TrajectoryStore:
     def record(self, request_id: str) -> tuple[ReplayRecord, np.ndarray]:
         """The record of a live request, and log π of each generated token, (generated,) float32."""
         slot = self.live[request_id]
-        prompt_tokens = int(self.prompts[slot])
+        prompt_tokens = int(self.prompt_lengths[slot])
         log_probs = self._tokens.read(slot).get("log_probs", np.zeros(0, dtype=np.float32))
         edits = self._edits.read(slot) or _no_edits()
         fields: dict[str, Any] = {"sigma": None, **edits}

@@ -77,7 +77,7 @@ class CorrectedHead:
         The logits of the rows with a set are computed as TRL's tiles are, all at once: n · V numbers.
 
         Args:
-            hidden: the last hidden states, (N, D), as of :meth:`_rows_of_hidden`.
+            hidden: the last hidden states, (N, D), as in :meth:`_rows_of_hidden`.
             weight: (V, D).
             bias: (V,).
             targets: the tokens drawn, (N,).

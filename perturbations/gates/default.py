@@ -18,7 +18,7 @@ _Array = TypeVar("_Array", np.ndarray, Tensor)
 
 _NEVER = torch.iinfo(torch.int64).max  # the position where thinking ends, as long as it has not ended
 # The end of a prompt is searched for the text: one token for each byte of the text, and this many for white space
-# behind it.
+# after it.
 _MARGIN = 32
 # The states after this many latest positions are kept, since the engine may draw a position again.
 _POSITIONS = 8
@@ -135,7 +135,8 @@ class BoundGate:
 
     1. on the host: the request is perturbed, its token is kept, and the further gate's plan selects the position;
     2. on the device within a CUDA graph, else on the host: the rate's draw and the schedule select the position;
-    3. on the device: the request's top-k, top-p and min-p allow the proposed token;
+    3. on the device: the request's sampling allows the proposed token (top-k, top-p and min-p; at temperature 0 only
+       the likeliest), and no token is forced;
     4. on the device: thinking continues, the policy is uncertain enough, and the further gate is open.
 
     Then the proposed input is fed too, unless the token is protected, or the token ends the thinking, or the
@@ -253,7 +254,8 @@ class BoundGate:
             proposal: what the perturbation proposes there.
             rows: the trajectories' rows in this gate, (G,) int64.
             first: the trajectories' first generated positions, (G,) int64.
-            allowed: whether the request's top-k, top-p and min-p leave the proposed token, (G,) bool.
+            allowed: whether top-k, top-p and min-p leave the proposed token and no token is forced, and within a CUDA
+                graph also whether the row is selected, (G,) bool.
             greedy: the likeliest token of a request at temperature 0, -1 for another request, (G,) int64; None where no
                 request is at temperature 0.
         """
@@ -327,7 +329,7 @@ class BoundGate:
             return
         column = positions % _POSITIONS
         state = self._until.after(matched, tokens)
-        # An end before this position stays. An end at or behind it is of an earlier draw of the position: forget it.
+        # An end before this position stays. An end at or after it is of an earlier draw of the position: forget it.
         ended_before = self._ended[rows]
         ended = torch.where(state == self._until.complete, positions, _NEVER)
         ended = torch.where(ended_before < positions, ended_before, ended)

@@ -50,7 +50,8 @@ class Latent(LikeliestTokens):
     def propose(self, step: Step) -> Proposal:
         """y_i = log p_i + s (clamp(g_i, −1.5, 3) + 1.5); the k largest y; w = softmax(y / τ); the text: the largest.
 
-        p is at temperature 1, over the smallest set of tokens that holds top_p, and at least over the k likeliest.
+        p is at temperature 1 and over the whole vocabulary. The tokens i that take part are the smallest set that holds
+        top_p, and at least the k likeliest, of the ``pool`` likeliest tokens.
         """
         scale = step.temperature.unsqueeze(-1)  # z̃ times the temperature is z
         pool = min(self.pool, step.logits.shape[-1])
@@ -111,7 +112,7 @@ class Latent(LikeliestTokens):
 
         # The tokens mixed: their noise is known, or where it was clamped, that it lies beyond the bound.
         noise = (scores - log_p_of_mixed) / self.scale + low
-        log_density = densities.censored_gumbel(noise, below=gumbels <= low, above=gumbels >= high, drawn=support)
+        log_density = densities.censored_gumbel(noise, below=gumbels <= low, above=gumbels >= high, counted=support)
 
         # The other tokens of the nucleus: their noise lies below what would have put them among the tokens mixed. Where
         # that is the upper bound of the noise or more, it says nothing.
@@ -122,7 +123,7 @@ class Latent(LikeliestTokens):
         not_mixed = self._nucleus(log_p_of_pool.detach()) & ~was_mixed & (noise_to_be_mixed.detach() < high)
         nowhere = torch.zeros_like(not_mixed)
         return log_density + densities.censored_gumbel(
-            noise_to_be_mixed, below=not_mixed, above=nowhere, drawn=not_mixed
+            noise_to_be_mixed, below=not_mixed, above=nowhere, counted=not_mixed
         )
 
 

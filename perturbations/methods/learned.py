@@ -172,7 +172,7 @@ class RouterHead(nn.Module):
 
     def __init__(self, hidden_size: int, bias: float) -> None:
         super().__init__()
-        draws = streams.normal(torch.zeros(2, dtype=torch.int64) + torch.arange(2), hidden_size)  # (2, D)
+        draws = streams.normal(torch.arange(2), hidden_size)  # (2, D)
         self.weight = nn.Parameter(_SPREAD * draws)
         self.bias_shift = nn.Parameter(torch.zeros(2))
         self._bias = bias

@@ -68,7 +68,7 @@ class Gumbel(TopTokens):
         above = (gumbels >= high) & ~below
         # A lost weight's noise is below its bound. Where that is the upper bound of all noise, it says nothing.
         informative = distinct & ~(lost & (noise.detach() >= high))
-        return densities.censored_gumbel(noise, below, above, drawn=informative)
+        return densities.censored_gumbel(noise, below, above, counted=informative)
 
 
 @register("dirichlet")

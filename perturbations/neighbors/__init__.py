@@ -24,7 +24,7 @@ def create_index(
     words: Tensor | None = None,
     lazy: bool | None = None,
 ) -> TableIndex:
-    """An index with its default settings; arguments and errors as of :class:`ExactIndex`.
+    """An index with its default settings; arguments and errors as in :class:`ExactIndex`.
 
     ``kind``: exact or hnsw; l1 always has the exact index. ``words``: (V,) int64, to skip neighbors of the same word.
     """

@@ -75,6 +75,11 @@ class Shard:
         return vectors_of_ranks.sum(dim=0)
 
 
+def fills_on_demand(device: torch.device) -> bool:
+    """Whether rows of a table are computed on first use: the whole table takes half a minute on a CPU."""
+    return device.type == "cpu"
+
+
 def order(ids: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
     """Sorts along the last dimension by falling score, equal scores by rising id."""
     ids_by_id, by_id = ids.sort(dim=-1)
@@ -118,7 +123,7 @@ class TableIndex(NeighborIndex):
         with torch.inference_mode(False):
             self._excluded = torch.zeros(size, dtype=torch.bool, device=device)
             self._excluded[torch.tensor(sorted(set(exclude)), dtype=torch.int64, device=device)] = True
-        self._lazy = device.type == "cpu" if lazy is None else lazy
+        self._lazy = fills_on_demand(device) if lazy is None else lazy
         self._scratch = _SCRATCH_CPU if device.type == "cpu" else _SCRATCH_DEVICE
         self.width = 0
         """The largest k of a query."""

@@ -38,7 +38,7 @@ class ExactIndex(TableIndex):
     def __init__(
         self, embedding: Tensor | Shard, metric: str = "cosine", exclude: Sequence[int] = (), lazy: bool | None = None
     ) -> None:
-        """``embedding``, (V, D) or a shard, is kept by reference; the others as of :class:`TableIndex`.
+        """``embedding``, (V, D) or a shard, is kept by reference; the others as in :class:`TableIndex`.
 
         ``UsageError`` for an unknown metric, or rows that are no finite matrix.
         """

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from perturbations.errors import UsageError, nearest
-from perturbations.neighbors.base import NeighborIndex, Shard, TableIndex
+from perturbations.neighbors.base import NeighborIndex, Shard, TableIndex, fills_on_demand
 
 # The most tokens that are followed for the drift. For L1 fewer, since its rows cost twenty times as much.
 _FOLLOWED = 128
@@ -184,7 +184,7 @@ class Neighborhood(NeighborIndex):
     def _built(self) -> TableIndex:
         """A new index of the weights as they are now."""
         matrix = self._matrix()
-        self._on_demand = rows_on_demand(matrix)
+        self._on_demand = fills_on_demand(matrix.rows.device)
         self._is_of_older_weights = False
         if self._on_demand and self._every != 1:
             matrix = replace(matrix, rows=matrix.rows.clone())
@@ -204,11 +204,6 @@ class Neighborhood(NeighborIndex):
             evenly_spaced = torch.arange(room, device=new_tokens.device) * len(new_tokens) // max(room, 1)
             new_tokens = new_tokens[evenly_spaced]
         return new_tokens
-
-
-def rows_on_demand(matrix: Shard) -> bool:
-    """Whether an index of this matrix fills its rows on first use."""
-    return matrix.rows.device.type == "cpu"
 
 
 def _sets(index: NeighborIndex, tokens: Tensor, k: int) -> Tensor:

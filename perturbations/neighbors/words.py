@@ -16,6 +16,7 @@ _ENGLISH = re.compile(r"[a-z]+('s|')?")
 _VOWEL = re.compile(r"[aeiouy]")
 _DOUBLED_CONSONANT = re.compile(r"([bdfgklmnprtz])\1$")
 _FURTHER = 8  # neighbors beyond k that are searched for other words
+_WIDER = 8  # times as many are searched where these have fewer than k other words
 
 
 def word_key(text: str) -> str:
@@ -76,7 +77,7 @@ class OtherWords(TableIndex):
     """The nearest tokens that are another word than the queried token, with the index's own scores."""
 
     # A row takes the other words among the k + 8 nearest tokens. Where these are fewer than k, it takes those among
-    # eight times as many tokens. What is then missing at the end of the row are the nearest tokens of the same word.
+    # eight times as many tokens. Places that are still empty get the nearest tokens of the same word.
 
     def __init__(self, index: TableIndex, words: Tensor) -> None:
         """``words``: as :func:`word_numbers` returns them. The table of ``index`` is not used, only its search."""
@@ -90,7 +91,7 @@ class OtherWords(TableIndex):
         ids, scores, other_words = self._best_among(tokens, k, k + _FURTHER)
         short_rows = (other_words < k).nonzero().flatten()
         if len(short_rows):
-            wider = _FURTHER * (k + _FURTHER)
+            wider = _WIDER * (k + _FURTHER)
             ids[short_rows], scores[short_rows], _ = self._best_among(tokens[short_rows], k, wider)
         return ids, scores
 

@@ -109,7 +109,7 @@ class _Recorded(NamedTuple):
 
 
 class RoutingScope:
-    """Replays the experts of a batch in every forward of a model while it is called as a context."""
+    """Replays the experts of a batch in every forward of a model within ``with scope(...):``."""
 
     def __init__(self, model: nn.Module) -> None:
         """``model``: of transformers. ``UsageError`` for one without known routers."""

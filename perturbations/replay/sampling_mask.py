@@ -62,8 +62,8 @@ class SamplingMask:
     size: int  # V
     positions: np.ndarray  # of the tokens drawn, ascending, (N,) int64
     cut: np.ndarray  # whether the words name the tokens cut, where these are fewer than those left, (N,) bool
-    lengths: np.ndarray  # the number of words of each position, as of :func:`as_words`, (N,) int64
-    words: np.ndarray  # the tokens of all positions, as of :func:`as_words`, (Σ lengths,) uint16
+    lengths: np.ndarray  # the number of words of each position, as in :func:`as_words`, (N,) int64
+    words: np.ndarray  # the tokens of all positions, as in :func:`as_words`, (Σ lengths,) uint16
 
     @property
     def nbytes(self) -> int:
@@ -105,7 +105,7 @@ class SamplingMask:
 
     def _slice(self, start: int, stop: int) -> SamplingMask:
         """The mask of the positions with index ``start`` to ``stop``."""
-        ends = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(self.lengths)])
+        ends = _with_leading_zero(np.cumsum(self.lengths))
         return SamplingMask(
             size=self.size,
             positions=self.positions[start:stop],

@@ -117,7 +117,7 @@ def flat_rows(
     lengths = mask.sum(dim=-1)
     inside = position < lengths[sample]
     if tuple(shape) == tuple(mask.shape):
-        first_token = mask.int().argmax(dim=-1)  # behind the left padding, (B,)
+        first_token = mask.int().argmax(dim=-1)  # after the left padding, (B,)
         return sample * shape[1] + first_token[sample] + position, inside
     # The sum waits for the device, in the packed layout only. Packing the batch waits for it as well.
     if shape[0] == 1 and shape[1] == int(lengths.sum()):
@@ -131,7 +131,7 @@ def flat_rows(
 
 
 class LastHidden:
-    """Keeps the last hidden states, the input of a model's output layer, while it is called as a context."""
+    """Keeps the last hidden states, the input of a model's output layer, within ``with last_hidden():``."""
 
     def __init__(self, head: nn.Module | None, reader: str) -> None:
         """``head``: of ``get_output_embeddings()``, from (…, D) to (…, V). ``UsageError`` where the model has none.
@@ -206,7 +206,7 @@ class ReplayStats:
 
 
 class ReplayScope:
-    """The hooks of one replay on one embedding module. Use :func:`replaying`, or enter it as a context."""
+    """The hooks of one replay on one embedding module, within ``with scope(records, attention_mask):``."""
 
     def __init__(
         self,
@@ -255,7 +255,7 @@ class ReplayScope:
         ``ValueError`` for a record of another model, ``RuntimeError`` where no forward went through the embedding.
         """
         self._check_model(records)
-        device = next(self._embedding.parameters()).device if self._device is None else self._device
+        device = _matrix(self._embedding).device if self._device is None else self._device
         # The hooks also run for a batch without perturbed positions: on several ranks all must gather and reduce alike.
         self._flat = flatten(records, device)
         self._records = records
@@ -365,7 +365,7 @@ class ReplayScope:
             )
         scale = 1.0
         if factor is not None:
-            dtype = next(embedding.parameters()).dtype  # transformers and vLLM round the factor to it
+            dtype = _matrix(embedding).dtype  # transformers and vLLM round the factor to it
             scale = float(torch.as_tensor(factor).to(dtype))
         scaled_edit = replace(
             edit,
@@ -456,6 +456,15 @@ class ReplayScope:
         self.stats.left_anchor.append((left_anchor & inside).sum())
 
 
+def _matrix(embedding: nn.Module) -> Tensor:
+    """The matrix of an embedding module, or another of its parameters where it has none of that name.
+
+    Within a forward of FSDP1 the matrix is a plain tensor, and the module has no parameters.
+    """
+    weight = getattr(embedding, "weight", None)
+    return weight if isinstance(weight, Tensor) else next(embedding.parameters())
+
+
 @contextmanager
 def replaying(
     model: CausalModel,
@@ -469,7 +478,8 @@ def replaying(
         model: with ``get_input_embeddings()``, and with a perturbation's module attached if it has one.
         records: one per row of the batch, in batch order (else ``ValueError``); None for an unperturbed row.
         attention_mask: (B, T), 1 at real tokens, needed for left padding and for packed input.
-        perturbation: of the records, for its ``input_gradient``; None for "full".
+        perturbation: of the records; its ``input_gradient`` and ``density_of_vector`` say what is fed without
+            gradient. None: every mixture has its gradient.
     """
     scope = ReplayScope(model.get_input_embeddings(), module=attached(model), perturbation=perturbation)
     with scope(records, attention_mask) as stats:

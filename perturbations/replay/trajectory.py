@@ -28,7 +28,7 @@ _NORMALIZER = 1 << 5  # there are normalizers
 
 # The versions of the formats, which the checksums include.
 _RECORD_VERSION = 5
-_TRAJECTORY_VERSION = 1  # of log-probabilities, counts and an unperturbed response
+_TRAJECTORY_VERSION = 1  # of every part but the record and the sampling mask, which have versions of their own
 
 _32_BITS = 0xFFFFFFFF
 _BYTE_VALUES = np.array([1, 1 << 8, 1 << 16], dtype=np.int32)

@@ -14,7 +14,7 @@ from perturbations.options import Limits, Options, coerce
 from perturbations.testing import buffer as buffer_checks
 from perturbations.testing import gate as gate_checks
 from perturbations.testing import proposal
-from perturbations.testing.report import Check, NoAnswer, NotRun, PerturbationError, require
+from perturbations.testing.report import Check, NoAnswer, NotRun, PerturbationError, expect
 
 __all__ = [
     "Check",
@@ -58,7 +58,7 @@ def inspect(target: _Target, kind: str = "perturbation", **options: object) -> _
 
     The error is a :class:`NotRun` where the check needs the result of an earlier one that is wrong.
 
-    ``target`` and ``options`` as of :func:`check_perturbation`. ``kind``: ``perturbation``, ``gate`` or
+    ``target`` and ``options`` as in :func:`check_perturbation`. ``kind``: ``perturbation``, ``gate`` or
     ``replay_buffer``.
     """
     registry_of_kind, checks = _SUITES[kind]
@@ -109,10 +109,10 @@ def outcomes(
 
 
 def _perturbation_checks(perturbation: Perturbation) -> _Checks:
-    yield Check("a small model that it fits", partial(proposal.check_model, perturbation))
-    if _outcome(partial(proposal.check_model, perturbation)) is not None:
+    yield Check("a small model that it fits", partial(proposal.smallest_vocabulary, perturbation))
+    if _outcome(partial(proposal.smallest_vocabulary, perturbation)) is not None:
         return
-    vocabulary = proposal.check_model(perturbation)
+    vocabulary = proposal.smallest_vocabulary(perturbation)
     if perturbation.has_parameters:
         yield Check("its learned parameters", partial(proposal.check_module, perturbation))
     for number, (label, step) in enumerate(proposal.steps(vocabulary)):
@@ -176,7 +176,7 @@ def _raise_first(results: _Outcomes) -> None:
 
 def check_class(kind: registry.Registry, cls: type, base: type) -> None:
     """The class itself, and the declaration of each option."""
-    require(
+    expect(
         isinstance(cls, type) and issubclass(cls, base),
         f"{cls!r} is not a {kind.kind}.",
         f"Please derive it from {kind.base.replace(':', '.')}.",
@@ -184,16 +184,16 @@ def check_class(kind: registry.Registry, cls: type, base: type) -> None:
     name = cls.__qualname__
     decorate = "Write @dataclass(frozen=True, kw_only=True) above the class."
     is_decorated = "__dataclass_fields__" in vars(cls)
-    require(is_decorated, f"{name} is not a dataclass, so its options would not be seen.", decorate)
-    require(cls.__dataclass_params__.frozen, f"{name} can be changed after it is made.", decorate)
+    expect(is_decorated, f"{name} is not a dataclass, so its options would not be seen.", decorate)
+    expect(cls.__dataclass_params__.frozen, f"{name} can be changed after it is made.", decorate)
     decorator = {"gate": "register_gate", "replay buffer": "register_buffer"}.get(kind.kind, "register")
-    require(
+    expect(
         "name" in vars(cls),
         f"{name} has no name of its own.",
         f'Write @{decorator}("its-name") above @dataclass, or name its file: ./file.py:{name}.',
     )
     missing = ", ".join(sorted(getattr(cls, "__abstractmethods__", ())))
-    require(
+    expect(
         not missing,
         f"{cls.name}: {missing} must be implemented.",
         f"See {base.__name__} for arguments and result.",
@@ -210,10 +210,10 @@ def _check_declaration(kind: registry.Registry, cls: type, field: dataclasses.Fi
     """The declaration of one option."""
     label = f"{cls.name}: option {field.name!r}"
     is_reserved = field.name in _RESERVED or field.name.startswith(registry.GATE_OPTION)
-    require(not is_reserved, f"{label} has a reserved name ({', '.join(_RESERVED)}).", "Please rename the option.")
+    expect(not is_reserved, f"{label} has a reserved name ({', '.join(_RESERVED)}).", "Please rename the option.")
     declare = f"Declare it as {field.name}: … = option(default, help)."
-    require(field.default is not dataclasses.MISSING, f"{label} has no default.", declare)
-    require(field.metadata.get("help"), f"{label} has no help text for `ngrpo train --help`.", declare)
+    expect(field.default is not dataclasses.MISSING, f"{label} has no default.", declare)
+    expect(field.metadata.get("help"), f"{label} has no help text for `ngrpo train --help`.", declare)
     try:
         coerce(cls, field, field.default, kind.kind)
     except ValueError as error:
@@ -240,13 +240,13 @@ def check_options(made: Options) -> None:
                 cls(**{**options, field.name: value})
             except Exception as raised:
                 error = raised
-            require(error, f"{label} is accepted.", _CALL_SUPER)
-            require(
+            expect(error, f"{label} is accepted.", _CALL_SUPER)
+            expect(
                 isinstance(error, ValueError),
                 f"{label} raises {type(error).__name__} ({error}) instead of ValueError.",
                 _CALL_SUPER,
             )
-            require(
+            expect(
                 repr(value) in str(error) or f"{value:g}" in str(error),
                 f"{label} is refused without naming the value ({error}).",
                 "Put the value into the message.",
@@ -279,7 +279,7 @@ def check_spec(made: Options) -> None:
             f"{name}: spec() is not plain data ({error}), so it cannot be sent to another process.",
             "Options must be scalars: int, float, bool, str or None.",
         ) from error
-    require(
+    expect(
         "<locals>" not in spec["name"],
         f"{name}: its class {spec['name']!r} is inside a function, where no other process finds it.",
         "Move it to the top of a module or a file.",
@@ -292,7 +292,7 @@ def check_spec(made: Options) -> None:
             f"{name}: create(**spec()) fails for {options}: {error}",
             "The class must take each value of spec().",
         ) from error
-    require(
+    expect(
         type(again) is type(made) and again == made,
         f"{name}: create(**spec()) gives {again!r}, not {made!r}.",
         "Each option must survive being passed again, and two classes must not share a name.",
@@ -302,10 +302,10 @@ def check_spec(made: Options) -> None:
         ("asked twice", made.fingerprint()),
         ("made again from the spec", again.fingerprint()),
     ):
-        require(
+        expect(
             fingerprint == expected,
             f"{name}: fingerprint() is not stable: {how}, it is {fingerprint} instead of {expected}.",
             "It must depend on the options alone.",
         )
     unpickled = pickle.loads(pickle.dumps(made))
-    require(unpickled == made, f"{name}: pickle changes it.", "Do not override __reduce__.")
+    expect(unpickled == made, f"{name}: pickle changes it.", "Do not override __reduce__.")

@@ -8,7 +8,7 @@ import numpy as np
 from perturbations import FinishedTrajectory, ReplayBuffer, ReplayRecord
 from perturbations.replay.sampling_mask import SamplingMask
 from perturbations.replay.trajectory import UnperturbedResponse
-from perturbations.testing.report import PerturbationError, answered, require
+from perturbations.testing.report import PerturbationError, answered, expect
 
 # Ids of requests. A client of `vllm serve` chooses its own, which may be no file's name.
 _SHORT = "request-1"
@@ -26,7 +26,7 @@ def check_hands_over(buffer: ReplayBuffer) -> None:
     for name, trajectory in trajectories.items():
         _add(buffer, name, trajectory)
     names = _names(buffer)
-    require(
+    expect(
         names == [name for name in trajectories if name in names] and names[-1:] == [_LONG],
         f"{buffer.name}: names() gives {names!r:.200} after add() for {list(trajectories)!r:.200}.",
         "It must list what is held, oldest first. A buffer may drop trajectories, but not the newest.",
@@ -43,7 +43,7 @@ def check_replaces(buffer: ReplayBuffer) -> None:
     _add(buffer, _SHORT, _trajectory(1))
     _add(buffer, _SHORT, second)
     names = _names(buffer)
-    require(
+    expect(
         names == [_SHORT],
         f"{buffer.name}: names() gives {names!r:.200} after two trajectories of the name {_SHORT!r}.",
         "The second one replaces the first.",
@@ -87,7 +87,7 @@ def _add(buffer: ReplayBuffer, name: str, trajectory: FinishedTrajectory) -> Non
 def _names(buffer: ReplayBuffer) -> list[str]:
     """The names that are held, which must be a list of texts."""
     names = answered(f"{buffer.name}: names()", buffer.names, "It must list what is held.")
-    require(
+    expect(
         isinstance(names, list) and all(isinstance(name, str) for name in names),
         f"{buffer.name}: names() gives {names!r:.200}.",
         "It must be a list of the names given to add().",
@@ -98,21 +98,21 @@ def _names(buffer: ReplayBuffer) -> list[str]:
 def _check_empty(buffer: ReplayBuffer, when: str, fix: str) -> None:
     """Nothing is held; ``when`` ends the sentence about names that are, for which ``fix`` is the remedy."""
     names = _names(buffer)
-    require(not names, f"{buffer.name}: names() gives {names!r:.200} {when}.", fix)
+    expect(not names, f"{buffer.name}: names() gives {names!r:.200} {when}.", fix)
 
 
 def _check_take(buffer: ReplayBuffer, name: str, expected: dict[str, bytes]) -> None:
     """The trajectory of a name is that which was added, by its bytes."""
     where = f"{buffer.name}: take({name[:40]!r})"
     trajectory = answered(where, lambda: buffer.take(name), "It must hand over what add() was given.")
-    require(
+    expect(
         isinstance(trajectory, FinishedTrajectory),
         f"{where} gives a {type(trajectory).__name__}.",
         "It must be a FinishedTrajectory: FinishedTrajectory.unpack(finished.pack()) reads one from bytes.",
     )
     packed = trajectory.pack()
     different = [part for part in {**expected, **packed} if expected.get(part) != packed.get(part)]
-    require(
+    expect(
         not different,
         f"{where} gives another trajectory than add() was given, by its {' and '.join(different)}.",
         "It must hand over the trajectory unchanged: the trainer replays it bit for bit.",

@@ -14,7 +14,7 @@ from perturbations.testing.report import (
     answered,
     check_answers,
     check_tensor,
-    require,
+    expect,
     without_global_draws,
 )
 from perturbations.testing.waits import check_without_values
@@ -22,7 +22,7 @@ from perturbations.testing.waits import check_without_values
 
 def check_decides(gate: Gate) -> None:
     """The gate implements at least one of its two methods."""
-    require(
+    expect(
         type(gate).plan is not Gate.plan or type(gate).open is not Gate.open,
         f"{gate.name}: it has neither plan() nor open(), so it is always open.",
         "Write open(self, step) -> (B,) bool to look at logits, plan(self, positions) -> (N,) bool for positions.",
@@ -38,7 +38,7 @@ def check_plan(gate: Gate) -> None:
         lambda: _plan(gate, every_position),
         "Draw with positions.uniform: the same numbers in each call.",
     )
-    require(
+    expect(
         np.array_equal(every_position.positions, positions_before),
         f"{gate.name}: plan() changes positions.positions in place.",
         "Work on a copy.",
@@ -73,7 +73,7 @@ def _plan(gate: Gate, positions: Positions) -> np.ndarray:
     plan = answered(f"{gate.name}: plan()", lambda: gate.plan(positions), "It must accept any positions.")
     shape = positions.positions.shape
     kind = f"an array of {plan.dtype}, {plan.shape}" if isinstance(plan, np.ndarray) else type(plan).__name__
-    require(
+    expect(
         kind == f"an array of bool, {shape}",
         f"{gate.name}: plan() returns {kind}.",
         f"Return a numpy array of bool, {shape}: one a position.",
@@ -84,18 +84,18 @@ def _plan(gate: Gate, positions: Positions) -> np.ndarray:
 def check_state(gate: Gate) -> None:
     """A gate with a state has numbers by name to start with, and moves them on."""
     state = answered(f"{gate.name}: initial_state()", gate.initial_state)
-    require(
+    expect(
         isinstance(state, Mapping) and all(isinstance(value, int | float) for value in state.values()),
         f"{gate.name}: initial_state() returns {state!r}.",
         'Return numbers by name, such as {"spent": 0}.',
     )
     has_advance = type(gate).advance is not Gate.advance
-    require(
+    expect(
         state or not has_advance,
         f"{gate.name}: it has advance() and no state.",
         'Write initial_state(self), such as {"spent": 0}: advance() would never be called.',
     )
-    require(
+    expect(
         has_advance or not state,
         f"{gate.name}: its state never changes, since it has no advance().",
         "Write advance(self, step, fed) -> (B,) by name, the state after each position.",
@@ -117,7 +117,7 @@ def check_open(gate: Gate, label: str, step: Step) -> None:
 
     def checked_advance(gate_step: GateStep) -> Mapping[str, Tensor]:
         state = answered(f"{where} advance()", lambda: advance(gate_step))
-        require(
+        expect(
             isinstance(state, Mapping) and {*state} == {*gate_step.state},
             f"{where} advance() returns {list(state) if isinstance(state, Mapping) else type(state).__name__}.",
             "It must return the names of initial_state(), no more and no fewer.",
@@ -126,7 +126,7 @@ def check_open(gate: Gate, label: str, step: Step) -> None:
         for name, value in floats.items():
             label = f"{where} {name!r} of what advance() returns"
             check_tensor(label, value, (len(gate_step.logits),), torch.float32, gate_step.logits.device)
-            require(
+            expect(
                 not value.isnan().any(),
                 f"{label} holds nan.",
                 "A masked token's logit is -inf, and 0 · inf is nan: step.entropy() leaves such tokens out.",

@@ -20,8 +20,8 @@ from perturbations.testing.report import (
     check_answers,
     check_tensor,
     differing,
+    expect,
     of_rows,
-    require,
 )
 from perturbations.testing.waits import check_without_values
 
@@ -31,7 +31,7 @@ _VOCABULARIES = [64, 256, 1024, 4096, 1 << 14, 1 << 16, 1 << 18]
 _log = logging.getLogger(__name__)
 
 
-def check_model(perturbation: Perturbation) -> int:
+def smallest_vocabulary(perturbation: Perturbation) -> int:
     """V of the synthetic model: the smallest that the perturbation fits."""
     refusal = ""
     for size in _VOCABULARIES:
@@ -120,7 +120,7 @@ def check_step(perturbation: Perturbation, label: str, step: Step) -> None:
     if perturbation.has_density:
         check_density(perturbation, step, proposal, where)
     elif not hasattr(perturbation, "density"):
-        require(
+        expect(
             type(perturbation).log_density is Perturbation.log_density,
             f"{where} log_density() is never called.",
             "Override has_density too, or take it out.",
@@ -167,7 +167,7 @@ def _check_proposal(perturbation: Perturbation, step: Step, proposal: Proposal, 
     keys = streams.keys(step.seeds, step.positions, streams.Stream.NOISE)
     inputs = realise(edit, step.embeddings.lookup, keys, perturbation.module(_DIMENSION))
     is_finite = torch.isfinite(inputs).all()
-    require(is_finite, f"{where} the perturbed input is not finite.", "Check weights, sigma and vectors.")
+    expect(is_finite, f"{where} the perturbed input is not finite.", "Check weights, sigma and vectors.")
 
 
 def _check_weights(perturbation: Perturbation, proposal: Proposal, where: str) -> None:
@@ -180,7 +180,7 @@ def _check_weights(perturbation: Perturbation, proposal: Proposal, where: str) -
         "Weights must be finite, whatever the logits: a masked token's logit is -inf, and 0 · inf is nan.",
     )
     mixture = perturbation.mixture
-    require(
+    expect(
         mixture in ("convex", "affine", "free"),
         f"{where} mixture is {mixture!r}.",
         "It must be 'convex' (weights not negative, sum 1), 'affine' (sum 1) or 'free'.",
@@ -198,7 +198,7 @@ def _check_weights(perturbation: Perturbation, proposal: Proposal, where: str) -
         return
     sums = weights.double().sum(dim=-1)
     worst_sum = sums[(sums - 1.0).abs().argmax()].item()
-    require(
+    expect(
         abs(worst_sum - 1.0) <= CLOSE,
         f"{where} the weights of a position sum to {worst_sum:.6g}.",
         "They must sum to 1, or the input's length changes: normalise them, or say mixture = 'free' in the class.",
@@ -211,7 +211,7 @@ def _check_where_it_does_not_act(edit: InputEdit, tokens: Tensor, acts: Tensor, 
     is_edited = (weight_of_token - 1.0).abs() > CLOSE
     if edit.sigma is not None:
         is_edited |= edit.sigma != 0.0
-    require(
+    expect(
         not is_edited[~acts].any(),
         f"{where} a position where acts is False is fed something else than its token.",
         "Give the token weight 1 there, and no noise.",
@@ -242,7 +242,7 @@ def _check_text(perturbation: Perturbation, step: Step, proposal: Proposal, wher
         f"{where} tokens",
         "Its logit is -inf. Choose a possible token, for example step.sampled or the argmax of step.logits.",
     )
-    require(
+    expect(
         not perturbation.samples_text or torch.equal(proposal.tokens, step.sampled),
         f"{where} samples_text is True, but another token than the sampled one is in the text.",
         "Return step.sampled, or leave samples_text at False: importance weights would be wrong.",
@@ -278,7 +278,7 @@ def check_module(perturbation: Perturbation) -> None:
     if module is None or trained is None or of_other_process is None:
         return
     for (name, parameter), other_parameter in zip(module.named_parameters(), of_other_process.parameters()):
-        require(
+        expect(
             torch.equal(parameter, other_parameter),
             f"{perturbation.name}: the parameter {name!r} of its module starts differently in each process.",
             "Start with constants, or draw with perturbations.streams.",
@@ -289,7 +289,7 @@ def check_module(perturbation: Perturbation) -> None:
         module = module.to(dtype)
         label = f"{perturbation.name}: its module with parameters in {dtype}"
         outputs = module(tokens, mixtures)
-        require(
+        expect(
             outputs.dtype == torch.float32,
             f"{label} gives {outputs.dtype}.",
             "It must compute in float32 whatever its parameters are: write self.w.float() in forward().",
@@ -298,7 +298,7 @@ def check_module(perturbation: Perturbation) -> None:
         for token, mixture in zip(tokens.split(1), mixtures.split(1)):
             rows_alone.append(module(token, mixture))
         difference = differing(outputs.detach(), torch.cat(rows_alone).detach(), name="its output")
-        require(
+        expect(
             not difference,
             f"{label}: a row alone gives another result, {difference}.",
             f"It must treat each row alone. {EVERY_ROW}",
@@ -310,7 +310,7 @@ def check_module(perturbation: Perturbation) -> None:
     if loss.requires_grad:
         loss.backward()
     for name, parameter in trained.named_parameters():
-        require(
+        expect(
             parameter.grad is not None and torch.isfinite(parameter.grad).all(),
             f"{perturbation.name}: no finite gradient reaches {name}, a parameter of its module.",
             "Use it in forward(), without detach, no_grad or a division by 0.",
@@ -335,9 +335,9 @@ def replayed(step: Step, proposal: Proposal, logits: Tensor) -> Replayed:
 
 
 def check_density(perturbation: Perturbation, step: Step, proposal: Proposal, where: str) -> None:
-    """The density of a proposal to a step of one temperature: finite, as its gradient, each row's own, for no rows too.
+    """The density and its gradient are finite, each row depends on that row alone, and no rows give no densities.
 
-    ``where``: perturbation and step, for messages.
+    ``step`` has one temperature. ``where``: perturbation and step, for messages.
     """
     label = f"{where} log_density()"
     logits = step.logits.clone().requires_grad_()
@@ -345,24 +345,24 @@ def check_density(perturbation: Perturbation, step: Step, proposal: Proposal, wh
     density = answered(label, lambda: perturbation.log_density(argument))
     check_tensor(f"{label}: its result", density, (len(logits),), torch.float32, logits.device)
     _refuse(density, ~torch.isfinite(density), label, "It must be finite.")
-    require(density.requires_grad, f"{label} has no gradient.", "Compute it from `replayed`, without detach().")
+    expect(density.requires_grad, f"{label} has no gradient.", "Compute it from `replayed`, without detach().")
     density.sum().backward()
     is_finite = logits.grad is None or torch.isfinite(logits.grad).all()
-    require(is_finite, f"{label} has no finite gradient.", "Clamp before logarithms and divisions.")
+    expect(is_finite, f"{label} has no finite gradient.", "Clamp before logarithms and divisions.")
 
     order = torch.arange(len(logits)).flip(0)
     tolerance = 1e-4 * (1.0 + density.detach().abs().max().item())
     for how, rows in (("in another batch order", order), ("for a row alone", order[:1])):
         of_selection = perturbation.log_density(_selected(replayed(step, proposal, step.logits), rows))
         difference = (of_selection.detach() - density.detach()[rows]).abs().max().item()
-        require(difference <= tolerance, f"{label} differs by {difference:g} {how}.", EVERY_ROW)
+        expect(difference <= tolerance, f"{label} differs by {difference:g} {how}.", EVERY_ROW)
 
     # One of several ranks may have no perturbed position. It must gather and reduce as the other ranks do.
     no_positions = _selected(argument, order[:0])
     fix = "For no positions it must return shape (0,)."
     of_none = answered(f"{label} for no positions", lambda: perturbation.log_density(no_positions), fix)
-    require(of_none.shape == (0,), f"{label} returns {tuple(of_none.shape)} for no positions.", fix)
-    require(
+    expect(of_none.shape == (0,), f"{label} returns {tuple(of_none.shape)} for no positions.", fix)
+    expect(
         of_none.requires_grad == density.requires_grad,
         f"{label} leaves the graph where there are no positions.",
         "Compute it on no rows; skip nothing.",

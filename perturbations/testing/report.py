@@ -24,7 +24,7 @@ EVERY_ROW = (
 
 
 class PerturbationError(AssertionError):
-    """A perturbation or a gate breaks its contract: ``what`` is wrong, and the ``fix``."""
+    """An extension, such as a perturbation or a buffer, breaks its contract: ``what`` is wrong, and the ``fix``."""
 
     def __init__(self, what: str, fix: str) -> None:
         super().__init__(what, fix)
@@ -60,7 +60,7 @@ class Check(NamedTuple):
     needed: bool = False
 
 
-def require(holds: object, what: str, fix: str) -> None:
+def expect(holds: object, what: str, fix: str) -> None:
     """Raises :class:`PerturbationError` unless something holds."""
     if not holds:
         raise PerturbationError(what, fix)
@@ -185,13 +185,13 @@ def check_repeatable(
     copies = {name: value.clone() for name, value in values.items() if isinstance(value, Tensor)}
     result = without_global_draws(f"{where} {method}", lambda: call(step), draws)
     for name, copy in copies.items():
-        require(
+        expect(
             torch.equal(copy, values[name]),
             f"{where} {method} changes {prefix}{name} in place, which others read after it.",
             f"Work on a copy: {prefix}{name}.clone(), or methods without a trailing underscore.",
         )
     difference = differing(result, call(step), exact=True)
-    require(
+    expect(
         not difference,
         f"{where} {method} gives two results for the same {what}, {difference}.",
         f"Keep no state between calls. {draws}",
@@ -216,7 +216,7 @@ def check_answers(
         selections[f"row {index} alone"] = order[index : index + 1]
     for how, rows in selections.items():
         difference = differing(of_rows(result, rows), call(of_rows(step, rows)))
-        require(not difference, f"{where} {how} {method} gives another result, {difference}.", EVERY_ROW)
+        expect(not difference, f"{where} {how} {method} gives another result, {difference}.", EVERY_ROW)
     return result
 
 
@@ -227,7 +227,7 @@ def without_global_draws(label: str, call: Callable[[], _Result], fix: str) -> _
     """
     random_state = _global_random_state()
     result = call()
-    require(
+    expect(
         _global_random_state() == random_state,
         f"{label} draws from a global random generator (torch's, numpy's or Python's).",
         fix,

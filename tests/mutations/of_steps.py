@@ -90,7 +90,7 @@ MUTATIONS = {
             "if False:",
             "notes: positions that do not follow are written at once",
         ),
-        ("        self._newest_note[note.slots] = self.taken\n", "", "notes: a slot's notes are not waited for"),
+        ("        self._newest_note[note.slots] = self.added\n", "", "notes: a slot's notes are not waited for"),
         ("else log_probs[self.kept_rows]", "else log_probs[: len(slots)]", "notes: log-probabilities of other rows"),
         (
             "edited_slots=self.slots[edited_rows]",

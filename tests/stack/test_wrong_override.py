@@ -27,7 +27,7 @@ from tests.stack.harness import Rollout, build_engine, gaps, replay_log_probs, s
 from tests.stack.tiny_models import FORMS, HIDDEN, tiny_model
 from tests.support.own_process import run_module
 
-_ORIGINAL = {name: vars(InputOverride)[name] for name in ("lay_out", "put_drawn", "store_edits")}
+_ORIGINAL = {name: vars(InputOverride)[name] for name in ("lay_out", "put_drawn", "place_stored")}
 
 
 def _laid_out(change: Callable[[np.ndarray], np.ndarray]) -> dict[str, Callable[..., None]]:
@@ -59,7 +59,7 @@ def _scaled_drawn(self: InputOverride, rows: Any, vectors: Any, fed: Any) -> Non
 
 
 def _scaled_stored(self: InputOverride, rows: Any, vectors: Any) -> None:
-    _ORIGINAL["store_edits"](self, rows, vectors * math.sqrt(HIDDEN))
+    _ORIGINAL["place_stored"](self, rows, vectors * math.sqrt(HIDDEN))
 
 
 OVERRIDES: dict[str, dict[str, Callable[..., None]]] = {
@@ -67,7 +67,7 @@ OVERRIDES: dict[str, dict[str, Callable[..., None]]] = {
     "dropped": _laid_out(lambda sources: np.full_like(sources, PLAIN)),
     "one row off": _laid_out(_one_row_off),
     "first row alone": _laid_out(_first_row),
-    "scaled once too often": {"put_drawn": _scaled_drawn, "store_edits": _scaled_stored},
+    "scaled once too often": {"put_drawn": _scaled_drawn, "place_stored": _scaled_stored},
     "others disturbed": _laid_out(_others_disturbed),
 }
 

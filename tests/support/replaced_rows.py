@@ -13,6 +13,6 @@ from ngrpo.rollout.input_override import PLAIN, InputOverride
 def replace_rows(override: InputOverride, rows: Sequence[int], vectors: Tensor) -> None:
     """Feeds vectors (N, D) at N rows of the next forward."""
     sources = np.full(max(rows) + 1, PLAIN, dtype=np.int32)
-    sources[list(rows)] = override.stored(np.array(rows))
-    override.store_edits(torch.tensor(rows), vectors)
+    sources[list(rows)] = override.sources_of_stored(np.array(rows))
+    override.place_stored(torch.tensor(rows), vectors)
     override.lay_out(sources, torch.from_numpy)

@@ -30,6 +30,13 @@ ROOT = Path(__file__).resolve().parents[2]
 VLLM = "actor_rollout_ref.rollout.name=vllm"
 GRPO = ["algorithm.adv_estimator=grpo", VLLM]
 NEIGHBOR = {"name": "neighbor", "rate": 0.1}
+ONE_UPDATE = ["data.train_batch_size=1024", "actor_rollout_ref.actor.ppo_mini_batch_size=1024"]
+# Sizes with which verl's own check of a configuration passes.
+SIZES = [
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
+    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=1",
+    "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=1",
+]
 
 
 def configuration(*words: str) -> Any:
@@ -76,7 +83,6 @@ def test_what_is_entered(spec: dict[str, Any]) -> None:
         (["actor_rollout_ref.actor.pad_to_length=True"], "pad_to_length"),
         (["algorithm.rollout_correction.bypass_mode=True"], "bypass_mode"),
         (["actor_rollout_ref.rollout.multi_turn.enable=True"], "records cover one turn"),
-        (["trainer.use_v1=False"], "trainer.use_v1=False"),
         (["+perturbation.rate=2"], "rate"),
         (["+perturbation.gap_limit=0.5"], "gap_limit"),
         (["+perturbation.correct_mask=1"], "perturbation.correct_mask=1: true or false is needed"),
@@ -108,6 +114,7 @@ def test_what_is_entered(spec: dict[str, Any]) -> None:
             ["actor_rollout_ref.rollout.top_k=20", "algorithm.rollout_correction.rollout_rs=token_k1"],
             "rollout_rs=token_k1 with actor_rollout_ref.rollout.top_k=20 cannot be used with no",
         ),
+        (["actor_rollout_ref.model.lora_rank=16"], "add actor_rollout_ref.model.lora.merge=True"),
         (["+advantage.beta=2"], "advantage.beta"),
         (["algorithm.adv_estimator=copo"], "more than rewards"),
         (["algorithm.adv_estimator=rs_grpo", "algorithm.use_kl_in_reward=True"], "verl subtracts the KL term"),
@@ -123,10 +130,87 @@ def test_what_is_refused(words: list[str], message: str) -> None:
     "setting", ["actor_rollout_ref.actor.use_kl_loss=True", "algorithm.rollout_correction.rollout_rs=token_k1"]
 )
 def test_a_density_is_refused_what_it_would_not_be_part_of(setting: str) -> None:
-    words = [*GRPO, *of_perturbation({"name": "gaussian", "density": "gaussian"})]
+    words = [*GRPO, *of_perturbation({"name": "gaussian", "density": "gaussian"}), *ONE_UPDATE]
     with pytest.raises(UsageError, match=re.escape(setting) + r".*density=token"):
         overrides.prepare(configuration(*words, setting))
     overrides.prepare(configuration(*words))
+
+
+@pytest.mark.parametrize(
+    ("density", "setting", "message"),
+    [
+        (
+            {"name": "gumbel", "density": "gumbel"},
+            "actor_rollout_ref.rollout.top_p=0.9",
+            "if the filter cuts its token",
+        ),
+        ({"name": "gumbel", "density": "gumbel"}, "actor_rollout_ref.rollout.top_k=20", "if the filter cuts its token"),
+        (
+            {"name": "normal", "density": "normal"},
+            "algorithm.use_kl_in_reward=True",
+            "none has a KL term",
+        ),
+        (
+            {"name": "gaussian", "density": "gaussian"},
+            "actor_rollout_ref.actor.ppo_mini_batch_size=256",
+            "set ppo_mini_batch_size to train_batch_size",
+        ),
+    ],
+)
+def test_a_density_is_refused_what_would_bias_it(density: dict[str, Any], setting: str, message: str) -> None:
+    words = [*GRPO, *of_perturbation(density), *ONE_UPDATE]
+    with pytest.raises(UsageError, match=message):
+        overrides.prepare(configuration(*words, setting))
+    overrides.prepare(configuration(*words))
+
+
+def test_merged_adapters_are_no_adapters_of_the_engine() -> None:
+    words = ["actor_rollout_ref.model.lora_rank=16", "actor_rollout_ref.model.lora.merge=True"]
+    overrides.prepare(configuration(*GRPO, *of_perturbation(NEIGHBOR), *words))
+
+
+MODE = "trainer.v1.trainer_mode=perturbed"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "Add trainer.v1.trainer_mode=perturbed"),
+        ([MODE, "trainer.use_v1=False"], "trainer.use_v1=True"),
+    ],
+)
+def test_a_start_that_would_not_perturb(words: list[str], message: str) -> None:
+    """verl checks the composed configuration in every start, so it does not matter which file names the mode."""
+    from verl.utils.config import validate_config
+
+    config = configuration(*GRPO, "+perturbation.name=neighbor", *words)
+    with pytest.raises(UsageError, match=re.escape(message)):
+        validate_config(config=config, use_reference_policy=False, use_critic=False)
+    unperturbed = configuration(*GRPO, *words, *SIZES)
+    validate_config(config=unperturbed, use_reference_policy=False, use_critic=False)
+    perturbed = configuration(*GRPO, "+perturbation.name=neighbor", MODE, *SIZES)
+    validate_config(config=perturbed, use_reference_policy=False, use_critic=False)
+
+
+def test_a_start_of_another_trainer() -> None:
+    """verl's other commands start their own runners with ``run_ppo``."""
+    from verl.trainer.main_ppo import run_ppo
+
+    config = configuration(*GRPO, "+perturbation.name=neighbor", MODE)
+    with pytest.raises(UsageError, match=r"Start python -m verl\.trainer\.main_ppo"):
+        run_ppo(config, task_runner_class=object)
+
+
+def test_rows_with_another_agent_loop_are_refused() -> None:
+    from datasets import Dataset
+
+    from ngrpo.trainers.verl.perturbed_trainer import check_agents
+
+    check_agents(None, "train_files")
+    check_agents(Dataset.from_dict({"prompt": ["a"]}), "train_files")
+    check_agents(Dataset.from_dict({"agent_name": ["single_turn_agent", None]}), "train_files")
+    with pytest.raises(UsageError, match=r"data\.val_files: the column agent_name has 'tool_agent'"):
+        check_agents(Dataset.from_dict({"agent_name": ["single_turn_agent", "tool_agent"]}), "val_files")
 
 
 def test_filtered_rollouts_may_be_weighed_by_corrected_log_probabilities() -> None:

@@ -35,11 +35,6 @@ VERL_ADVANTAGE = (
 
 VERL = (
     Row(
-        what=verl("trainer.use_v1", lambda value: value is False),
-        conflicts_with=features.IN_ENGINE,
-        why="batches of verl's older trainer carry no records",
-    ),
-    Row(
         what=verl("actor_rollout_ref.rollout.name", none_of("vllm")),
         conflicts_with=features.IN_ENGINE,
         why="rollouts are perturbed inside vLLM",
@@ -101,6 +96,12 @@ VERL = (
         why="the replay would not be measured",
     ),
     Row(
+        what=features.verl_adapters,
+        conflicts_with=features.IN_ENGINE,
+        why="verl gives the engine adapters that may change the input embedding, after inputs are replaced",
+        fix="add actor_rollout_ref.model.lora.merge=True, which sends merged weights",
+    ),
+    Row(
         what=features.critic,
         conflicts_with=features.IN_ENGINE,
         why="its values are not replayed",
@@ -150,10 +151,28 @@ VERL = (
         why="verl's losses share one log-probability",
         fix="leave it out, or set +perturbation.density=token",
     ),
+    *rows(
+        features.VERL_FILTERS,
+        conflicts_with=features.DRAWING,
+        why="a position stays unperturbed if the filter cuts its token, so its token has another distribution",
+        fix="leave it out, or set +perturbation.density=token",
+    ),
+    Row(
+        what=verl("algorithm.use_kl_in_reward"),
+        conflicts_with=features.TOKENLESS_SCORE,
+        why="no token is drawn at the density's positions, so none has a KL term",
+        fix="leave it out, or set +perturbation.density=token",
+    ),
     Row(
         what=verl("actor_rollout_ref.actor.ppo_epochs", above_one),
         conflicts_with=features.SCORE_ONLY,
         why="the density's gradient is that of the first update",
         fix="leave it out, or set +perturbation.density=token",
+    ),
+    Row(
+        what=features.verl_several_updates,
+        conflicts_with=features.SCORE_ONLY,
+        why="the density's gradient is that of the first update",
+        fix="set ppo_mini_batch_size to train_batch_size, or set +perturbation.density=token",
     ),
 )

@@ -240,7 +240,7 @@ def _parsed(text: str) -> Any:
 
 
 def _unchanged(number: str) -> float | str:
-    """A decimal of a JSON text as a float; as its text where a float would be another number, as of 1e400."""
+    """A decimal of a JSON text as a float; as its text where a float would be another number, such as 1e400."""
     value = float(number)
     exact = Decimal(number)
     is_in_range = math.isfinite(value) and (value != 0.0 or exact == 0)

@@ -20,6 +20,12 @@ from perturbations.replay.sampling_mask import SamplingMask
 from perturbations.replay.scope import ReplayScope, flat_rows
 from perturbations.replay.trajectory import FinishedTrajectory
 
+NO_VISIBLE_LOGITS = (
+    "no forward took its log-probabilities from the function that shows its logits (in OpenRLHF 0.11.2"
+    " openrlhf.models.actor.log_probs_from_logits), as with a fused loss."
+)
+"""The end of a message: why something of a forward did not come into effect."""
+
 Override = Callable[[Tensor, Tensor, Tensor], Tensor]
 _active: ContextVar[tuple[Override, ...]] = ContextVar("log_prob_overrides", default=())
 
@@ -58,10 +64,7 @@ def override_log_probs(override: Override, failed: str, fix: str) -> Iterator[No
     finally:
         _active.reset(token)
     if not was_called:
-        raise RuntimeError(
-            f"{failed}: the model's log-probabilities did not come from openrlhf.models.actor.log_probs_from_logits"
-            f" (0.11.2), as with a fused loss. {fix}"
-        )
+        raise RuntimeError(f"{failed}: {NO_VISIBLE_LOGITS} {fix}")
 
 
 @contextmanager
@@ -146,7 +149,7 @@ class Densities:
         return torch.where(is_replayed, of_tokens, log_probs.cpu())
 
     @property
-    def left(self) -> bool:
+    def is_untaken(self) -> bool:
         """Whether no loss has taken a density that counts by its score."""
         return self._score_density is not None
 
@@ -170,7 +173,7 @@ def densities(scope: ReplayScope, temperature: float, advantages: Tensor | None 
         " --perturbation.density token.",
     ):
         yield action_densities
-    if action_densities.left:
+    if action_densities.is_untaken:
         raise RuntimeError(
             f"the density of perturbation {perturbation.name!r} reached no policy loss: Densities.for_policy_loss was"
             " not called. Take out what replaces the actor's loss function, or add --perturbation.density token."
@@ -194,19 +197,23 @@ def corrected(trajectories: Sequence[FinishedTrajectory | None], attention_mask:
     Raises:
         RuntimeError: if a sample has no mask, a token is not in its set, or no log-probabilities came through.
     """
-    correction = MaskCorrection(sampling_masks(trajectories, len(attention_mask)), attention_mask)
+    correction = MaskCorrection(
+        sampling_masks(trajectories, len(attention_mask), "--sampling.correct_mask"), attention_mask
+    )
     failed = "--sampling.correct_mask did not come into effect"
     with override_log_probs(correction.override, failed, fix="Take that path out."):
         yield
 
 
-def sampling_masks(trajectories: Sequence[FinishedTrajectory | None], batch: int) -> list[SamplingMask]:
-    """The sampling mask of each sample of a batch; RuntimeError if a sample has none."""
+def sampling_masks(
+    trajectories: Sequence[FinishedTrajectory | None], batch: int, flag: str = "--sampling.correct_mask"
+) -> list[SamplingMask]:
+    """The sampling mask of each sample of a batch; RuntimeError if a sample has none. ``flag`` is what needs them."""
     return part_of_each(
         trajectories,
         batch,
         part="sampling_mask",
-        missing="came without their sampling mask (--sampling.correct_mask): the rollout's engine does not record them,"
+        missing=f"came without their sampling mask ({flag}): the rollout's engine does not record them,"
         " or an agent drops mm_train_inputs from its response.",
     )
 

@@ -102,14 +102,11 @@ def step_metrics(
             continue
         length = len(trainer_log_probs)
         record = trajectory.record.truncate(length)
-        rollout_log_probs = trajectory.log_probs[:length]
-        is_trained = ~np.isnan(trainer_log_probs[: len(rollout_log_probs)])
-        is_drawn = ~np.isnan(rollout_log_probs)
-        tokens = np.flatnonzero(is_drawn & is_trained)
-        gaps = np.abs(trainer_log_probs[tokens] - rollout_log_probs[tokens])
+        tokens, gaps = _gaps(trajectory, trainer_log_probs)
         for place, is_there in _places_of(tokens, record).items():
             gaps_by_place[place].append(gaps[is_there])
         if perturbation is not None:
+            is_drawn = ~np.isnan(trajectory.log_probs[:length])
             totals["planned"] += _planned_count(perturbation, record.seed, tokens, is_drawn)
         is_counted = np.isin(record.positions, tokens)
         totals.update(
@@ -143,11 +140,17 @@ def gaps_of_samples(records: Sequence[FinishedTrajectory | None], log_probs: Seq
     for trajectory, trainer_log_probs in zip(records, log_probs):
         if trajectory is None:
             gaps.append(np.zeros(0))
-            continue
-        length = min(len(trainer_log_probs), len(trajectory.log_probs))
-        differences = np.abs(trainer_log_probs[:length] - trajectory.log_probs[:length])
-        gaps.append(differences[~np.isnan(differences)])
+        else:
+            gaps.append(_gaps(trajectory, trainer_log_probs)[1])
     return gaps
+
+
+def _gaps(trajectory: FinishedTrajectory, trainer_log_probs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The positions of a sample's trained tokens that were drawn, and their gaps, (N,) each."""
+    length = min(len(trainer_log_probs), len(trajectory.log_probs))
+    differences = np.abs(trainer_log_probs[:length] - trajectory.log_probs[:length])  # NaN elsewhere
+    positions = np.flatnonzero(~np.isnan(differences))
+    return positions, differences[positions]
 
 
 def _places_of(tokens: np.ndarray, record: ReplayRecord) -> dict[str, np.ndarray]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ngrpo.methods.credits.base import Credit, LossTokens, check_results
 from ngrpo.methods.second_rounds.base import SecondRound
-from ngrpo.trainers.common.log_probs import Densities
+from ngrpo.trainers.common.log_probs import NO_VISIBLE_LOGITS, Densities
 from ngrpo.trainers.common.sample_records import TwoRounds
 from perturbations.replay.scope import flat_rows
 
@@ -62,7 +62,7 @@ def rows_of_tokens(action_mask: Tensor, attention_mask: Tensor, shape: tuple[int
 def positions_of_tokens(action_mask: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
     """The samples of generated tokens and the tokens' positions in their trajectories, (N,) int64 each.
 
-    Arguments as of :func:`rows_of_tokens`.
+    Arguments as in :func:`rows_of_tokens`.
     """
     sample, column = action_mask.bool().nonzero(as_tuple=True)
     first = attention_mask.int().argmax(dim=-1)
@@ -76,7 +76,7 @@ class _CreditOfForward:
     Attributes:
         tokens: the forward's generated tokens.
         advantages: the changed ones, (B, A).
-        scores: the term's gradient to each token's log π, (B, A), of value 0.
+        scores: term − stop_gradient(term) at each token, (B, A): its value is 0, its gradient the term's.
     """
 
     tokens: LossTokens
@@ -154,9 +154,7 @@ class CreditInLoss:
         """The policy loss with the credit of the latest forward, once; RuntimeError without a forward before it."""
         if self._of_forward is None:
             raise RuntimeError(
-                f"--credit {self._credit.name} did not come into effect: the policy loss came without a forward with"
-                " visible logits (openrlhf.models.actor.log_probs_from_logits of 0.11.2), as with a fused loss. Take"
-                " that path out."
+                f"--credit {self._credit.name} did not come into effect: {NO_VISIBLE_LOGITS} Take that path out."
             )
         credited = self._of_forward
         self._of_forward = None

@@ -163,7 +163,8 @@ class Conversation:
     def earlier(self, prompt: Sequence[int]) -> ReplayRecord | None:
         """The record for a request's arguments, after :meth:`drop_changed` with its prompt.
 
-        A repeated prompt has its own draws. (Not if noise of earlier turns is drawn again: its seed is the record's.)
+        A repeated prompt gets another seed, so that it has its own draws. It keeps the record's seed where the replay
+        draws noise of earlier turns again from that seed.
         """
         key = np.asarray(prompt, dtype=np.int64).tobytes()
         self.repeats = self._requests[key]
@@ -270,7 +271,7 @@ def records(trajectories: Sequence[FinishedTrajectory | None], batch: int) -> li
 
 
 def routed(trajectories: Sequence[FinishedTrajectory | None], batch: int) -> list[np.ndarray]:
-    """The experts of each sample of a batch, as of `FinishedTrajectory`; RuntimeError if a sample has none."""
+    """The experts of each sample of a batch, as in `FinishedTrajectory`; RuntimeError if a sample has none."""
     return part_of_each(
         trajectories,
         batch,
@@ -324,7 +325,7 @@ def two_rounds(side_inputs: Sequence[Any] | None, batch: int) -> list[TwoRounds 
 
 @dataclass(frozen=True)
 class RequestedDraws:
-    """What a sampling schedule goes by in a request, besides its tokens; names as of `NextTokens`."""
+    """What a sampling schedule goes by in a request, besides its tokens; names as in `NextTokens`."""
 
     temperature: float
     training_step: int

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ngrpo.methods.sampling_schedules.base import NextTokens, SamplingSchedule
 from ngrpo.trainers.common import sample_records
-from ngrpo.trainers.common.log_probs import override_log_probs
+from ngrpo.trainers.common.log_probs import NO_VISIBLE_LOGITS, override_log_probs, sampling_masks
 from ngrpo.trainers.common.policy_loss import Actions, Loss, positions_of_tokens, rows_of_tokens
 from ngrpo.trainers.common.sample_records import RequestedDraws
 from perturbations import Perturbation
@@ -264,16 +264,10 @@ class ScoreCentering:
         sampler = self._sampler
         batch = len(self._action_mask)
         records = sample_records.records(trajectories, batch)
-        masks = sample_records.part_of_each(
-            trajectories,
-            batch,
-            part="sampling_mask",
-            missing="came without their sampling mask (--sampling.score_centering): the rollout's engine does not"
-            " record them.",
-        )
+        masks = sampling_masks(trajectories, batch, "--sampling.score_centering")
         left_by_sample = [dict(zip(mask.positions.tolist(), mask.left())) for mask in masks]
-        draws_text = sampler.perturbation is not None and not sampler.perturbation.samples_text
-        perturbed_by_sample = [set(record.positions.tolist()) if draws_text else set() for record in records]
+        draws_own_text = sampler.perturbation is not None and not sampler.perturbation.samples_text
+        perturbed_by_sample = [set(record.positions.tolist()) if draws_own_text else set() for record in records]
 
         places: list[int] = []
         ids_left: list[np.ndarray | None] = []
@@ -332,9 +326,7 @@ class ScoreCentering:
         mean_of_scores = self._mean_scores
         if mean_of_scores is None:
             raise RuntimeError(
-                "--sampling.score_centering did not come into effect: the policy loss came without a forward with"
-                " visible logits (openrlhf.models.actor.log_probs_from_logits of 0.11.2), as with a fused loss. Take"
-                " that path out."
+                f"--sampling.score_centering did not come into effect: {NO_VISIBLE_LOGITS} Take that path out."
             )
         self._mean_scores = None
         result = self._loss(log_probs, old_log_probs, advantages, rollout_log_probs=rollout_log_probs, **kwargs)

@@ -135,7 +135,7 @@ class MeasuringExperienceMaker(Upstream):
 def both_sides(
     maker: Any, experiences: Sequence[Experience]
 ) -> tuple[list[FinishedTrajectory | None], list[np.ndarray]]:
-    """Each sample's trajectory, and the trainer's log-probabilities of its tokens, as of :func:`log_probs_by_position`.
+    """Each sample's trajectory, and the trainer's log-probabilities of its tokens, as in :func:`log_probs_by_position`.
 
     Both are in the order of the micro-batches.
     """

@@ -163,8 +163,8 @@ def replayed(
         actor: its model is replayed.
         side_inputs: of the samples of the batch.
         mask: the attention mask, a tensor (B, T).
-        advantages: as of :class:`Densities`.
-        measure, look_up: as of :class:`ReplayScope`.
+        advantages: as in :class:`Densities`.
+        measure, look_up: as in :class:`ReplayScope`.
         centering: of the loss that follows; None for a forward without one.
 
     Yields:
@@ -203,7 +203,7 @@ def replay_scope(actor: Any, perturbation: Perturbation, measure: bool = True, l
 
 
 def kept_by_actors(maker: Any, what: str, like: Sequence[Tensor]) -> list[Tensor]:
-    """What the actors kept of each batch of a step, as of :meth:`_Replaying.hand_over`.
+    """What the actors kept of each batch of a step, as in :meth:`_Replaying.hand_over`.
 
     Args:
         maker: OpenRLHF's experience maker.

@@ -285,7 +285,7 @@ def replacing_estimates(batches: Sequence[Tensor]) -> Iterator[None]:
     experiences. So `compute_reward` is the only place where the rows can be replaced.
 
     Args:
-        batches: as of :class:`StepAdvantages`, in the order of the experiences.
+        batches: as in :class:`StepAdvantages`, in the order of the experiences.
 
     Raises:
         RuntimeError: unless `compute_reward` was called once for each row.

@@ -2,21 +2,28 @@
 """verl's plugin entry point (group ``verl.plugins``): the trainer's mode ``perturbed``, and a platform for CPUs.
 
 verl loads this module at the end of ``import verl``, in each of its processes, and swallows its errors (0.9.1). So
-nothing heavy is imported and nothing is checked here; without this module verl refuses the mode ``perturbed``.
+nothing heavy is imported and nothing is checked while it is loaded; without this module verl refuses the mode
+``perturbed``.
 """
 
 import importlib.metadata
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from verl.plugin.platform import PlatformBase, PlatformRegistry
 
 from ngrpo import patches
 from ngrpo.config.verl_lines import MODE
+from ngrpo.machine.upstream.patch import around
+from perturbations.errors import UsageError
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
 
 
 def registered(upstream: type) -> type:
@@ -29,15 +36,42 @@ def registered(upstream: type) -> type:
     return upstream
 
 
-def refuse_without_mode(argv: Sequence[str]) -> None:
-    """Ends a run with a perturbation and a trainer of verl's, which would train unperturbed.
+@around
+def checked_config(original: Callable[..., None], config: "DictConfig", *args: object, **kwargs: object) -> None:
+    """verl's ``validate_config``, which its ``main_ppo`` calls with the composed configuration."""
+    refuse_unperturbed(config)
+    original(config, *args, **kwargs)
 
-    Raises ``SystemExit``, which verl, unlike an error, does not swallow here.
+
+@around
+def checked_start(original: Callable[..., None], config: "DictConfig", task_runner_class: Any) -> None:
+    """verl's ``run_ppo``, which its other commands and recipes import to start runners of their own."""
+    from verl.trainer.main_ppo import TaskRunnerV1
+
+    refuse_unperturbed(config, is_own_runner=task_runner_class is not TaskRunnerV1)
+    original(config, task_runner_class)
+
+
+def refuse_unperturbed(config: "DictConfig", *, is_own_runner: bool = False) -> None:
+    """Raises ``UsageError`` for a configuration with a perturbation whose trainer would not perturb.
+
+    ``is_own_runner``: whether the command starts another runner than verl's ``TaskRunnerV1``.
     """
-    overrides = [word for word in argv if word.lstrip("+").startswith("perturbation.")]
-    if overrides and f"trainer.v1.trainer_mode={MODE}" not in [word.lstrip("+") for word in argv]:
-        raise SystemExit(
-            f"{overrides[0]}: only the trainer {MODE!r} perturbs; verl's others would train without a perturbation. Add"
+    from omegaconf import OmegaConf
+
+    perturbation = OmegaConf.select(config, "perturbation")
+    if not perturbation:
+        return
+    given = f"perturbation.name={perturbation.get('name')}"
+    if is_own_runner or not OmegaConf.select(config, "trainer.use_v1"):
+        raise UsageError(
+            f"{given}: this trainer would train without a perturbation. Start python -m verl.trainer.main_ppo with"
+            f" trainer.use_v1=True (its default) and trainer.v1.trainer_mode={MODE}."
+        )
+    mode = OmegaConf.select(config, "trainer.v1.trainer_mode")
+    if mode != MODE:
+        raise UsageError(
+            f"{given}: with trainer.v1.trainer_mode={mode} verl would train without a perturbation. Add"
             f" trainer.v1.trainer_mode={MODE}."
         )
 
@@ -111,7 +145,6 @@ class _VLLMForCPU(importlib.metadata.DistributionFinder):
         """No modules."""
 
 
-refuse_without_mode(sys.argv[1:])
 PlatformRegistry.register(platform=_CPU)(type("PlatformCPU", (PlatformBase,), _METHODS))
 if os.environ.get(_VARIABLE) == _CPU:
     sys.meta_path.append(_VLLMForCPU())

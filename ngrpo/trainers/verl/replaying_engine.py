@@ -42,8 +42,8 @@ def trajectories(batch: TensorDict) -> list[FinishedTrajectory | None]:
 
     Raises ``RuntimeError`` for a sample without one, or with other tokens than the rollout's.
     """
-    names = _of_each_sample(batch, "uid")
-    extra_fields = _of_each_sample(batch, "extra_fields")
+    names = of_each_sample(batch, "uid")
+    extra_fields = of_each_sample(batch, "extra_fields")
     prompt_lengths = batch["prompts"].offsets().diff().tolist()
     response_lengths = batch["responses"].offsets().diff().tolist()
     result: list[FinishedTrajectory | None] = []
@@ -76,7 +76,7 @@ def _masks(of_samples: Sequence[FinishedTrajectory | None]) -> list[SamplingMask
     return [SamplingMask.of(0, {}) if trajectory is None else next(masks) for trajectory in of_samples]
 
 
-def _of_each_sample(batch: TensorDict, field: str) -> list[Any]:
+def of_each_sample(batch: TensorDict, field: str) -> list[Any]:
     """A field of a batch as a list; verl gives one value where all samples have the same."""
     value = tu.get(batch, field)
     return value if isinstance(value, list) else [value] * len(batch)
@@ -113,7 +113,7 @@ class ReplayingEngine(FSDPEngineWithLMHead):
                 self._densities = Densities(scope, float(micro_batch["temperature"]), advantages)
             try:
                 loss, output = super().forward_step(micro_batch, self._scored(loss_function), forward_only)
-                if self._densities is not None and self._densities.left:
+                if self._densities is not None and self._densities.is_untaken:
                     raise RuntimeError(f"the density of {perturbation.name!r} reached no policy loss.")
             finally:
                 self._densities = None

@@ -2,15 +2,20 @@
 """verl's agent loops and vLLM server: a request names its trajectory, and its response carries the replay record."""
 
 import dataclasses
+import uuid
 from argparse import Namespace
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import ray
+import torch
 from omegaconf import DictConfig, OmegaConf
+from tensordict import TensorDict
 from torch import Tensor
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ
+from verl.utils import tensordict_utils as tu
 from verl.workers.rollout.replica import TokenOutput
 from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
@@ -20,25 +25,31 @@ from ngrpo.rollout.records import confirm, cut_to_response
 from ngrpo.rollout.settings import KEY, fingerprint
 from ngrpo.trainers.common.sample_records import PickUps
 from ngrpo.trainers.common.weights_file import reload_weights
+from ngrpo.trainers.verl.replaying_engine import of_each_sample
 from perturbations import FinishedTrajectory, UsageError, registry, seeds
 
-_SINGLE_TURN = "single_turn_agent"
+SINGLE_TURN = "single_turn_agent"
+_COPY = "perturbation_copy"
+"""The field of a batch with the number of each row among equal rows, which have draws of their own."""
 
 
 def request_arguments(
-    config: DictConfig, trajectory: Mapping[str, object], agent_name: str, session: int
+    config: DictConfig, trajectory: Mapping[str, object], agent_name: str, session: int, copy: int
 ) -> dict[str, object]:
-    """A request's arguments; its seed follows from step, sample and number in the group.
+    """A request's arguments; its seed follows from step, sample, copy and number in the group.
+
+    ``copy``: the number of the row among equal rows of the step, from 0.
 
     Raises ``UsageError`` for an agent loop other than verl's of a single turn.
     """
-    if agent_name != _SINGLE_TURN:
-        raise UsageError(f"agent_name={agent_name!r}: records cover one turn, so only {_SINGLE_TURN} is supported.")
+    if agent_name != SINGLE_TURN:
+        raise UsageError(f"agent_name={agent_name!r}: records cover one turn, so only {SINGLE_TURN} is supported.")
     spec = OmegaConf.to_container(config.actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config[KEY])
     validates = bool(trajectory["validate"])
+    names = [str(trajectory["step"]), str(trajectory["sample_index"]), str(validates), str(copy)]
     return {
         "enabled": bool(registry.create(**spec).perturb_eval or not validates),
-        "seed": seeds.trajectory_seed(str(trajectory["step"]), str(trajectory["sample_index"]), str(validates)),
+        "seed": seeds.trajectory_seed(*names),
         "sample": session,
     }
 
@@ -55,19 +66,37 @@ class PerturbedAgentLoopWorker(Upstream):
         self, sampling_params: dict[str, object], trajectory: dict[str, object], *, agent_name: str, **rest: object
     ) -> object:
         session = int(str(rest.get("session_id", 0)))
-        arguments = request_arguments(self.config, trajectory, agent_name, session)
+        copy = int(str(rest.pop(_COPY, 0)))
+        arguments = request_arguments(self.config, trajectory, agent_name, session, copy)
         # A new dictionary, since verl gives all of a group the same one.
         params = {**sampling_params, "extra_args": {KEY: arguments}}
         return await super()._run_agent_loop(params, trajectory, agent_name=agent_name, **rest)
 
 
 class PerturbedAgentLoopManager(AgentLoopManagerTQ):
-    """verl's manager, which starts our workers."""
+    """verl's manager, which starts our workers and tells equal rows of a step apart."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
         upstream = AgentLoopWorkerTQ.__ray_metadata__.modified_class.__ray_actor_class__
         self.agent_loop_workers_class = ray.remote(perturbed_worker(upstream))
+        self._step = -1
+        self._copies: Counter[tuple[bool, str, str]] = Counter()  # of each row in this step
+
+    def generate_sequences(self, prompts: TensorDict) -> None:
+        """As verl's, with the number of each row among equal rows of the step."""
+        step = int(tu.get(prompts, "global_steps"))
+        if step != self._step:
+            self._step = step
+            self._copies.clear()
+        validates = bool(tu.get(prompts, "validate", False))
+        numbers = []
+        for index, messages in zip(of_each_sample(prompts, "index"), of_each_sample(prompts, "raw_prompt")):
+            row = (validates, str(index), str(messages))
+            numbers.append(self._copies[row])
+            self._copies[row] += 1
+        prompts[_COPY] = torch.tensor(numbers)
+        super().generate_sequences(prompts)
 
 
 class PerturbedHttpServer(vLLMHttpServer):
@@ -91,6 +120,8 @@ class PerturbedHttpServer(vLLMHttpServer):
         """As verl's, with the record in ``extra_fields``; RuntimeError for an aborted response."""
         if self._pick_ups is None:
             return await super().generate(prompt_ids, sampling_params, request_id, *args, **kwargs)
+        # With rollout.full_determinism=True verl gives all requests one id, by which records could not be told apart.
+        request_id = f"{request_id}-{uuid.uuid4().hex}"
         extra_args = sampling_params.get("extra_args") or {}
         arguments = dict(extra_args.get(KEY) or {})
         # Rows of a dataset need not be numbered, so the prompt itself is in the seed.

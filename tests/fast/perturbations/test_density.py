@@ -243,7 +243,7 @@ def test_censored_gumbel_by_hand() -> None:
         noise=double(0.0, 0.0, 0.0, 2.0, 1.0),
         below=boolean(False, True, False, True, False),
         above=boolean(False, False, True, False, True),
-        drawn=boolean(True, True, True, True, False),
+        counted=boolean(True, True, True, True, False),
     )
     expected = -1.0 - 1.0 + math.log(1 - 1 / math.e) - math.exp(-2.0)
     assert log_density.item() == pytest.approx(expected, abs=1e-9)
@@ -255,7 +255,7 @@ def test_noise_far_beyond_every_draw_has_a_density_and_a_gradient() -> None:
         noise,
         below=boolean(False, False),
         above=boolean(False, True),
-        drawn=all_kept(2),
+        counted=all_kept(2),
     )
     log_density.sum().backward()
     assert log_density.isfinite().all()

@@ -57,8 +57,8 @@ def test_stored_edits_are_fed_beside_drawn_ones() -> None:
     embedding, override = overridden()
     put_drawn(override, 0, 1)
     rows = np.array([0, 3])
-    override.store_edits(torch.from_numpy(rows), torch.tensor([[20.0, 20.0], [23.0, 23.0]]))
-    first, last = override.stored(rows).tolist()
+    override.place_stored(torch.from_numpy(rows), torch.tensor([[20.0, 20.0], [23.0, 23.0]]))
+    first, last = override.sources_of_stored(rows).tolist()
     lay_out(override, first, 1, PLAIN, last)
     assert fed(embedding) == [20.0, 11.0, 2.0, 23.0]
     override.clear_drawn()

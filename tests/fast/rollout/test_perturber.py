@@ -121,7 +121,7 @@ def only_what_is_replaced(self: InputOverride, sources: Any, upload: Any) -> Non
 
 def too_early(self: Notes, until: int = 0) -> None:
     DRAIN(self)
-    self.written = self.taken
+    self.written = self.added
 
 
 def masks_too_early(self: Notes, until: int) -> None:

@@ -176,7 +176,7 @@ class TestOnADevice:
 
     @pytest.fixture(autouse=True)
     def _complete_tables(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(refresh, "rows_on_demand", lambda matrix: False)
+        monkeypatch.setattr(refresh, "fills_on_demand", lambda device: False)
 
     def neighborhood(self, matrix: Tensor, policy: str) -> Neighborhood:
         def index(shard: Shard, probe: bool) -> ExactIndex:

@@ -69,6 +69,17 @@ def test_the_scale_is_rounded_as_the_model_rounds_it() -> None:
     assert seen_by_density == [25.25, 25.25]
 
 
+def test_a_matrix_that_is_no_parameter() -> None:
+    """Within a forward of FSDP1 the matrix is a plain tensor, and the module has no parameters."""
+    model = Embedder().bfloat16()
+    model.embedding.scalar_embed_scale = 25.298
+    matrix = model.embedding.weight.detach()
+    del model.embedding.weight
+    model.embedding.weight = matrix
+    _, seen_by_density = replay_ones(model)
+    assert seen_by_density == [25.25, 25.25]
+
+
 def test_realise_by_hand() -> None:
     """The embeddings of tokens 1 and 2 are (2, 3) and (4, 5)."""
     lookup = torch.nn.Embedding.from_pretrained(torch.arange(6.0).view(3, 2))
