@@ -115,8 +115,6 @@ OPENRLHF: tuple[Patch, ...] = (
         "torch_dist_barrier_and_cuda_sync waits for a CUDA device, and there is none.", "torch 2.13.0"),
     _row(_DEEPSPEED, "init_device_mesh", "hardware.cpu:device_mesh", "cpu", "import",
         'DeepspeedStrategy asks for a device mesh on "cuda".'),
-    _row(_DEEPSPEED, "DeepspeedStrategy.moving_average", "model_actors:moving_average", "cpu",
-        "(self, model, model_ema, beta, device)", 'With --train.enable_ema the actor passes the device "cuda".'),
     _row("openrlhf.trainer.ppo_utils.replay_buffer", "NaiveReplayBuffer.__init__", "hardware.cpu:replay_buffer_init",
         "cpu", "sha:ee37108b4b5d", 'The replay buffer moves samples to "cuda:{index}".'),
     _row("deepspeed.comm.torch", "build_shm_op", "hardware.cpu:do_nothing", "cpu", "()",
@@ -185,7 +183,12 @@ OPENRLHF: tuple[Patch, ...] = (
     _row(_ACTOR, "ActorPPOTrainer", "actor_trainer:actor_trainer", TRAINING, "sha:afd1137caf53",
         "The forward that is differentiated replays the rollout; the loss has our terms; the weight sync may add"
         " noise."),
+    _row("openrlhf.trainer.ray.ppo_critic", "CriticPPOTrainer", "short_steps:critic_trainer", TRAINING,
+        "sha:e67a52dc27a2", "The critic, too, leaves out what fills no batch in a short step."),
     # ---- functions around them --------------------------------------------------------------------
+    _row(_DEEPSPEED, "DeepspeedStrategy.moving_average", "moving_average:moving_average", TRAINING,
+        "sha:a76aee0620b4",
+        "In bfloat16 an average rounds small differences away and stays at the initial model; ours is in float32."),
     _row(_MODEL, "Actor.__init__", "model_actors:actor_init", "perturbation", "sha:ed617cb47dde",
         "A perturbation's learned parameters join the model before DeepSpeed wraps it."),
     _row(_MODEL, "Actor.__init__", "lora_sync:checked_actor", "lora", "sha:ed617cb47dde",

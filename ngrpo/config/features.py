@@ -289,9 +289,12 @@ WITHOUT_FLASH_ATTN = when(
 )
 
 
+AUXILIARY_LOSS = flag("--actor.aux_loss_coef", off="0")
+
+
 @partial(Feature, "a model without experts")
 def dense(combination: Combination) -> str:
-    if not ROUTING.shown(combination):  # the model's config is read for --replay.routing only
+    if not (ROUTING.shown(combination) or AUXILIARY_LOSS.shown(combination)):  # the config is read for these alone
         return ""
     model = combination.flags.value(MODEL)
     path = architecture.find_config(model or "")

@@ -233,10 +233,10 @@ def check_batches(args: placement.Args) -> None:
     if not trains_on_all_ranks(args, prompts):
         raise UsageError(
             f"{responses} responses of a step (--rollout.batch_size {prompts} ×"
-            f" --rollout.n_samples_per_prompt {responses_per_prompt}) do not divide over"
-            f" {placement.rank_groups(args)['actor']} ranks in micro-batches of {args['rollout.micro_batch_size']}"
-            f" (--rollout.micro_batch_size) and {args['train.micro_batch_size']} (--train.micro_batch_size), so ranks"
-            " would wait forever. Change one."
+            f" --rollout.n_samples_per_prompt {responses_per_prompt}) do not divide over the ranks"
+            f" ({', '.join(f'{role} {groups}' for role, groups in placement.rank_groups(args).items())}) in"
+            f" micro-batches of {args['rollout.micro_batch_size']} (--rollout.micro_batch_size) and"
+            f" {args['train.micro_batch_size']} (--train.micro_batch_size), so ranks would wait forever. Change one."
         )
 
 
@@ -271,6 +271,13 @@ def _check_role(args: placement.Args, role: str, groups: int) -> None:
     is_trained = role in ("actor", "critic")
     if args["ds.zero_stage"] == 3 and is_trained and ranks % min(args["ds.zpg"], ranks):
         raise UsageError(f"--ds.zpg {args['ds.zpg']} must divide the {ranks} ranks of --{role}. Leave it out.")
+    of_actor = placement.rank_groups(args)["actor"]
+    if args["train.dynamic_batch_enable"] and of_actor % groups:
+        raise UsageError(
+            f"--train.dynamic_batch_enable makes its batches for the {of_actor} ranks of --actor, and the {groups} of"
+            f" --{role} do not divide them, so some would get no batch. Fix: --{role}.num_gpus_per_node with a divisor"
+            f" of {of_actor} ranks."
+        )
     batch = args["train.batch_size"]
     micro_batch = 1 if is_trained and args["train.dynamic_batch_enable"] else args["train.micro_batch_size"]
     unit = groups * micro_batch
@@ -307,6 +314,9 @@ def trains_on_all_ranks(args: placement.Args, prompts: int) -> bool:
             continue
         rollout_batches = ceil(responses / rollout_size)
         if rollout_batches < groups:
+            return False
+        # Under ZeRO-3 each forward gathers weights from all ranks, so all need as many.
+        if args["ds.zero_stage"] == 3 and rollout_batches % groups:
             return False
         if role in ("ref", "reward"):  # which are not trained
             continue
@@ -370,10 +380,10 @@ def check_rows(flags: Flags) -> str | None:
     responses = args["rollout.n_samples_per_prompt"]
     batch = args["train.batch_size"]
     rows = _row_count(flags, args)
-    epochs = args["train.max_epochs"]
-    if prompts * responses * epochs % batch:
-        epochs *= args["train.num_episodes"]  # a step's remainder goes into the next one (`run_notes.batch_notes`)
-    if rows is not None and rows * responses * epochs < batch:
+    passes = 1
+    if prompts * responses % batch:  # a remainder goes into the next epoch or step (`run_notes.batch_notes`)
+        passes = args["train.max_epochs"] * args["train.num_episodes"]
+    if rows is not None and rows * responses * passes < batch:
         raise UsageError(
             f"{rows} rows × --rollout.n_samples_per_prompt {responses} are fewer responses than --train.batch_size"
             f" {batch}, so no step would update the weights. Give more rows, or --train.batch_size {rows * responses}."

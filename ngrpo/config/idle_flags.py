@@ -87,10 +87,16 @@ NEEDS = (
     Need("--train.async_queue_size", "--train.async_enable", lambda args: args["train.async_enable"]),
     Need("--train.ema_beta", "--train.enable_ema", lambda args: args["train.enable_ema"]),
     Need("--actor.muon.*", "--actor.optim muon", lambda args: args["actor.optim"] == "muon"),
+    Need("--critic.muon.*", "--critic.optim muon", lambda args: args["critic.optim"] == "muon"),
     Need(
         "--actor.min_lr_ratio",
         "--actor.lr_scheduler cosine_with_min_lr or cosine_warmup_with_min_lr",
         lambda args: args["actor.lr_scheduler"].endswith("_with_min_lr"),
+    ),
+    Need(
+        "--critic.min_lr_ratio",
+        "--critic.lr_scheduler cosine_with_min_lr or cosine_warmup_with_min_lr",
+        lambda args: args["critic.lr_scheduler"].endswith("_with_min_lr"),
     ),
     Need(
         "--actor.gradient_checkpointing_reentrant",

@@ -78,7 +78,7 @@ def flag_notes(complete: CompleteRun) -> Iterator[str]:
 def batch_notes(complete: CompleteRun) -> Iterator[str]:
     """Warnings about responses of a step that fill no micro-batch, or no batch."""
     flags, args = complete.flags, complete.args
-    prompts, responses, batch, epochs = (int(flags.or_default(size)) for size in SIZES)
+    prompts, responses, batch = (int(flags.or_default(size)) for size in SIZES[:3])
     dynamic = flags.has("--train.dynamic_batch_enable")
     total = min(prompts, args["rollout.vllm_generate_batch_size"]) * responses
     micro_batches = args["train.micro_batch_size"] * placement.rank_groups(args)["actor"]  # over all ranks
@@ -88,9 +88,11 @@ def batch_notes(complete: CompleteRun) -> Iterator[str]:
             f"{lost} of the {total} responses of a step fill no --train.micro_batch_size and are never trained. Have a"
             f" multiple of {micro_batches} responses, or add --train.dynamic_batch_enable."
         )
-    trained = total if dynamic else (total - lost) * epochs
+    trained = total - lost
     if trained % batch:
-        fate = "is never trained" if dynamic else "goes into the next step's first update"
+        fate = "is never trained"
+        if not dynamic:
+            fate = "goes into the next epoch's or step's first update, in which OpenRLHF weighs it up to twice"
         yield (
             f"--train.batch_size {batch} does not divide the {trained} responses that a step trains: what is left"
             f" {fate}."

@@ -2,7 +2,7 @@
 """Pairs that a training refuses on one kind of hardware, or for want of a package."""
 
 from ngrpo.config import features
-from ngrpo.config.compatibility.row import Row
+from ngrpo.config.compatibility.row import Row, rows
 from ngrpo.config.feature_kinds import both, flag, hardware, without
 
 CPU_MODEL = (
@@ -103,23 +103,29 @@ _PACKAGES = (
 )
 
 _CUDA = (
-    Row(
-        what=flag("--ds.param_dtype", only="fp32"),
+    *rows(
+        [flag("--ds.param_dtype", only="fp32"), flag("--ds.param_dtype", only="fp16")],
         conflicts_with=hardware("cuda"),
         why="OpenRLHF's engines compute in bfloat16 on CUDA",
         fix="use bf16, or leave it out",
     ),
-    Row(
-        what=flag("--actor.optim", only="muon"),
+    *rows(
+        [flag("--actor.optim", only="muon"), flag("--critic.optim", only="muon")],
         conflicts_with=flag("--ds.zero_stage", only="3"),
         why="DeepSpeed 0.19.6 computes Muon of whole gradients, and the ranks hold slices",
         fix="use --ds.zero_stage 2",
     ),
-    Row(
-        what=flag("--actor.optim", only="muon"),
+    *rows(
+        [flag("--actor.optim", only="muon"), flag("--critic.optim", only="muon")],
         conflicts_with=flag("--ds.adam_offload"),
         why="DeepSpeed 0.19.6 computes Muon of whole gradients, and the ranks hold slices",
         fix="leave --ds.adam_offload out, or use Adam",
+    ),
+    Row(
+        what=flag("--vllm.sync_backend", only="gloo"),
+        conflicts_with=hardware("cuda"),
+        why="OpenRLHF 0.11.2 sends weights by NCCL or CUDA IPC, whatever the backend's name is",
+        fix="leave it out",
     ),
     Row(
         what=flag("--ds.ring_attn_size", off="1"),

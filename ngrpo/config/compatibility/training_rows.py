@@ -33,6 +33,12 @@ _REPLAY = (
         " for each token, which vLLM does not report (vllm#54443)",
         fix="leave it out (--train.async_enable may stay)",
     ),
+    *rows(
+        [features.PERTURBATION, features.BY_HIDDEN],
+        conflicts_with=flag("--ds.deepcompile"),
+        why="a compiled model does not call hooks that come after its first forward, such as those of a replay",
+        fix="leave --ds.deepcompile out",
+    ),
     Row(
         what=features.dense,
         conflicts_with=features.ROUTING,
@@ -105,6 +111,18 @@ _MODEL = (
         conflicts_with=flag("--ds.zero_stage", only="3"),
         why="the initial model would be saved as the average",
         fix="use --ds.zero_stage 2",
+    ),
+    Row(
+        what=features.AUXILIARY_LOSS,
+        conflicts_with=features.dense,
+        why="it weighs the balance of a model's experts",
+        fix="leave it out",
+    ),
+    Row(
+        what=features.AUXILIARY_LOSS,
+        conflicts_with=features.CRITIC,
+        why="the critic takes the same loss, and its model has none",
+        fix="leave it out, or use another --algo.advantage.estimator, such as group_norm",
     ),
     Row(
         what=flag("--actor.gradient_checkpointing_reentrant"),

@@ -5,7 +5,6 @@ OpenRLHF's loss is changed in two places. ``log_probs_from_logits`` gives the ol
 which densities and sampling masks override. ``actor_loss_fn`` is the policy loss alone, which others wrap.
 """
 
-import math
 from collections.abc import Mapping
 from contextlib import ExitStack, nullcontext
 from types import MappingProxyType
@@ -19,7 +18,7 @@ from ngrpo.machine.upstream.types import Experience, Upstream
 from ngrpo.trainers.common import log_probs, sample_records, weights_file
 from ngrpo.trainers.common.policy_loss import CreditInLoss, RatioMeasure, TwoRoundsLoss
 from ngrpo.trainers.common.score_centering import ImportanceWeight, Sampler, ScoreCentering, WeightedLoss
-from ngrpo.trainers.openrlhf import lora_sync, model_actors
+from ngrpo.trainers.openrlhf import lora_sync, model_actors, short_steps
 from ngrpo.trainers.openrlhf.experiences import marks_of
 from perturbations import UsageError, seeds
 from perturbations.replay.scope import ReplayStats
@@ -56,13 +55,15 @@ class PerturbedActorTrainer(Upstream):
             # DeepSpeed's count of updates is part of a checkpoint: a resumed run continues with the same orders.
             torch.manual_seed(seeds.trajectory_seed(self.args.train.seed, updates_before))
         self.gradient_norms = {}
-        left_out = self.leave_out_remainder()
+        left_out = short_steps.leave_out_remainder(self)
         status = super().ppo_train(*args, **kwargs) if self.replay_buffer.items else {}
         steps = float(self.actor.model.global_steps - updates_before)
         # Micro-batches before the first update still have the norm of the last rollout's update.
         norms = [norm for update, norm in self.gradient_norms.items() if update > updates_before]
         # Each optimizer step takes --train.batch_size responses, and an epoch takes each of them once.
         responses = steps * self.args.train.batch_size / self.args.train.max_epochs
+        if self.args.train.dynamic_batch_enable:  # upstream leaves out what fills no batch
+            left_out = short_steps.buffered_responses(self) - responses
         return {
             **status,
             "optimizer_steps": steps,
@@ -71,30 +72,6 @@ class PerturbedActorTrainer(Upstream):
             "trained_groups": responses / self.args.rollout.n_samples_per_prompt,
             "left_out_responses": float(left_out),
         }
-
-    def leave_out_remainder(self) -> int:
-        """Takes out of a short step, such as the last one of a pass, what fills no ``--train.batch_size``.
-
-        DeepSpeed would keep its gradient for the first update of the next step. From then on every update would come in
-        the middle of a rollout, whose other responses would be computed at changed weights. Where whole steps leave
-        something over too, a start warns of that (`run_notes.batch_notes`), and all of it is trained.
-
-        Returns:
-            The number of responses of all ranks that are left out.
-        """
-        rollout, train = self.args.rollout, self.args.train
-        batch = self.strategy.accumulated_gradient * train.micro_batch_size  # of this rank
-        whole_step = min(rollout.batch_size, rollout.vllm_generate_batch_size) * rollout.n_samples_per_prompt
-        ranks = train.batch_size // batch
-        whole_step -= whole_step % (train.micro_batch_size * ranks)  # which upstream's loader drops
-        if train.dynamic_batch_enable or whole_step * train.max_epochs % train.batch_size:
-            return 0
-        # Several epochs of as many responses fill whole batches.
-        smallest = batch // math.gcd(batch, train.max_epochs)
-        items = self.replay_buffer.items
-        left_out = len(items) % smallest
-        del items[len(items) - left_out :]
-        return left_out * ranks
 
     def training_step(self, experience: Experience, kl_ctl: float, step: int, *args: object) -> dict[str, Any]:
         run = current_run()

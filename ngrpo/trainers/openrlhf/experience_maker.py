@@ -22,7 +22,6 @@ from ngrpo.trainers.openrlhf import (
     step_advantages,
     step_credits,
 )
-from ngrpo.trainers.openrlhf.experiences import masked
 from ngrpo.trainers.openrlhf.kept_groups import KeptGroups, keep
 from perturbations.errors import require
 from perturbations.replay.trajectory import FinishedTrajectory, UnperturbedResponse
@@ -186,11 +185,11 @@ def staleness_measures(
     of_openrlhf: list[np.ndarray] = []
     for experience in experiences:
         order.extend(experience.index)
-        is_trained = experience.action_mask.bool()
-        token_counts.extend(is_trained.sum(dim=-1).tolist())
+        token_counts.extend(experience.action_mask.bool().sum(dim=-1).tolist())
         if experience.rollout_log_probs is not None:
             differences = (experience.action_log_probs - experience.rollout_log_probs).float().abs()
-            of_openrlhf.extend(row[mask].cpu().numpy() for row, mask in zip(differences, is_trained))
+            compared = drawn_as_trained(experience)
+            of_openrlhf.extend(row[mask].cpu().numpy() for row, mask in zip(differences, compared))
     if gaps is None and len(of_openrlhf) == len(order):
         gaps = of_openrlhf
     return staleness.measures(ages[order], np.array(token_counts), gaps)
@@ -264,19 +263,26 @@ def judge(maker: Any, measures: Mapping[str, float]) -> None:
 
 
 def rollout_policy_measures(maker: Any, experiences: Sequence[Experience]) -> dict[str, float]:
-    """Measures the rollout policy; empty without the rollouts' log-probabilities.
+    """Measures the rollout policy; empty without the rollouts' log-probabilities of responses to the trained prompts.
 
     The mean of −log π_rollout over all drawn tokens estimates its entropy at the rollout's temperatures without bias.
     """
     args = maker.strategy.args
     maker.rollout_divergence = None
     maker.rollout_entropy = None
-    rollout_log_probs: list[Tensor] = []
+    rollout_rows: list[Tensor] = []
+    trainer_rows: list[Tensor] = []
     for experience in experiences:
         if experience.rollout_log_probs is None:
             return {}
-        rollout_log_probs.append(experience.rollout_log_probs)
-    maker.rollout_entropy = -masked(experiences, rollout_log_probs).float().cpu().mean().item()
+        compared = drawn_as_trained(experience)
+        rollout_rows.append(experience.rollout_log_probs[compared])
+        trainer_rows.append(experience.action_log_probs[compared])
+    rollout_log_probs = torch.cat(rollout_rows).float().cpu()  # (N,)
+    trainer_log_probs = torch.cat(trainer_rows).float().cpu()
+    if not len(rollout_log_probs):
+        return {}
+    maker.rollout_entropy = -rollout_log_probs.mean().item()
     measures = {}
     if current_run().sampling_schedule is not None:
         measures["sampling/entropy"] = maker.rollout_entropy
@@ -284,8 +290,7 @@ def rollout_policy_measures(maker: Any, experiences: Sequence[Experience]) -> di
     advantage = args.algo.advantage
     if advantage.is_correction_level == "off":
         return measures
-    differences = [experience.action_log_probs - rollout for experience, rollout in zip(experiences, rollout_log_probs)]
-    log_ratio = masked(experiences, differences).float().cpu()
+    log_ratio = trainer_log_probs - rollout_log_probs
     bounds = None
     is_by_token = advantage.is_correction_level == "token" and advantage.is_correction_gating == "ratio"
     if args.actor.policy_loss_type == "ppo" and is_by_token:  # GSPO's loss has no such weights
@@ -294,6 +299,16 @@ def rollout_policy_measures(maker: Any, experiences: Sequence[Experience]) -> di
     measures |= mismatch.importance_measures(log_ratio, bounds, clip=advantage.is_correction_mode == "clip")
     maker.rollout_divergence = measures["importance/divergence"]
     return measures
+
+
+def drawn_as_trained(experience: Experience) -> Tensor:
+    """The trained tokens that were drawn given the prompt that they are trained with, (B, A) bool.
+
+    A second round's responses to another prompt are not: their log-probabilities differ by the prompt.
+    """
+    carried = sample_records.two_rounds(experience.mm_train_inputs, len(experience.action_mask))
+    _, is_second = policy_loss.behavior(experience.action_mask, carried)
+    return experience.action_mask.bool() & ~is_second
 
 
 def ramp_up_correction(maker: Any, experiences: Sequence[Experience], steps: int) -> dict[str, float]:

@@ -17,6 +17,7 @@ from ngrpo.config.run import RunConfig
 from ngrpo.machine.console import fed_texts, token_texts
 from ngrpo.machine.storage.result_folder import CannotWrite, json_lines, write_text
 from ngrpo.machine.upstream.types import Experience, TokenizerLike
+from ngrpo.trainers.common import sample_records
 from ngrpo.trainers.common.sample_records import unpack
 from perturbations.errors import require
 from perturbations.replay.trajectory import FinishedTrajectory
@@ -240,8 +241,11 @@ def _entry(response: _Response, tokenizer: TokenizerLike, gaps: bool) -> dict[st
 
 
 def _rollout_log_probs(response: _Response, positions: Sequence[int]) -> list[float] | None:
-    """log π_rollout of the tokens at these positions; None where the rollout kept none."""
+    """log π_rollout of the tokens at these positions, given their prompt; None where the rollout kept none."""
     experience, row, trajectory = response
+    rounds = sample_records.two_rounds(experience.mm_train_inputs, len(experience.action_mask))[row]
+    if rounds is not None and rounds.log_probs is not None:  # drawn given another prompt
+        return None
     if trajectory is not None:
         log_probs = trajectory.log_probs
         return [float(log_probs[p]) if p < len(log_probs) else math.nan for p in positions]

@@ -342,16 +342,3 @@ def separate(groups: list[dict[str, Any]], rates: dict[int, float | None]) -> li
         if without_rate or not group["params"]:
             remaining.append({**group, "params": without_rate})
     return remaining + list(by_rate.values())
-
-
-@around
-def moving_average(
-    original: Callable[..., None],
-    self: DeepspeedStrategy,
-    model: nn.Module,
-    model_ema: nn.Module,
-    beta: float = 0.992,
-    device: str = "cpu",
-) -> None:
-    """`DeepspeedStrategy.moving_average` on a CPU: the actor passes the device "cuda" (`--train.enable_ema`)."""
-    original(self, model, model_ema, beta, "cpu")

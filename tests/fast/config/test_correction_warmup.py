@@ -42,7 +42,8 @@ def test_the_strength_follows_the_steps_and_measures_are_of_the_rollout(monkeypa
     mask = torch.ones(1, 1)
     for step, strength in ((0, 0.0), (1, 0.25), (4, 1.0), (9, 1.0)):
         made.training_step = step
-        given = SimpleNamespace(action_log_probs=old, rollout_log_probs=own, action_mask=mask, info={})
+        log_probs = {"action_log_probs": old, "rollout_log_probs": own}
+        given = SimpleNamespace(**log_probs, action_mask=mask, mm_train_inputs=None, info={})
         [experience] = made.make_experience_batch([given])
         assert made.step_measures == {
             "generated_tokens": 1.0,

@@ -174,9 +174,17 @@ def test_zero_3_with_sleep_has_deepspeeds_own_adam_or_none(bare: Path) -> None:
 def test_muon_with_slices_of_gradients_is_refused() -> None:
     """DeepSpeed 0.19.6 raises ValueError for both, once the models are loaded."""
     for flags in (["--ds.zero_stage", "3"], ["--ds.adam_offload"]):
-        with pytest.raises(UsageError, match=rf"^--actor.optim muon cannot be used with {' '.join(flags)}: .* whole"):
-            check_pairs(["--actor.optim", "muon", *flags], run_of(), hardware="cuda")
+        for optim in ("--actor.optim", "--critic.optim"):
+            with pytest.raises(UsageError, match=rf"^{optim} muon cannot be used with {' '.join(flags)}: .* whole"):
+                check_pairs([optim, "muon", *flags], run_of(), hardware="cuda")
     check_pairs(["--actor.optim", "muon", "--ds.zero_stage", "2", "--ds.enable_sleep"], run_of(), hardware="cuda")
+
+
+@pytest.mark.parametrize("flags", ["--ds.param_dtype fp16", "--ds.param_dtype fp32", "--vllm.sync_backend gloo"])
+def test_what_openrlhf_has_no_engine_for_on_cuda(flags: str) -> None:
+    """Its engines are in bfloat16, and the first weight sync would end with an assertion; gloo is not used there."""
+    with pytest.raises(UsageError, match=f"^{flags} cannot be used with --hardware cuda"):
+        check_pairs(flags.split(), run_of(), hardware="cuda")
 
 
 def test_architectures_that_deepspeed_cannot_read_reach_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -117,6 +117,9 @@ def test_models_apart_take_the_actors_ranks() -> None:
     assert not flags.has("--train.colocate_all")
 
 
+APART = "--actor.num_gpus_per_node 2 --vllm.num_engines 2"
+
+
 @pytest.mark.parametrize(
     ("more", "said"),
     [
@@ -139,6 +142,16 @@ def test_models_apart_take_the_actors_ranks() -> None:
         ("--train.dynamic_batch_enable --ds.packing_samples --train.batch_size 128", "more than the 64 responses"),
         ("--ds.tensor_parallel_size 3", "× --ds.tensor_parallel_size 3 must divide the 8 ranks"),
         ("--rollout.batch_size 15", "60 responses of a step (--rollout.batch_size 15 × "),
+        # 48 responses in micro-batches of 3 are 16 forwards, which three ranks do not share out evenly.
+        (
+            f"{APART} --rollout.batch_size 12 --train.batch_size 48 --rollout.micro_batch_size 3"
+            " --train.micro_batch_size 4 --ref.num_gpus_per_node 3 --ds.zero_stage 3",
+            "do not divide over the ranks (actor 2, ref 3)",
+        ),
+        (
+            f"{APART} --ref.num_gpus_per_node 4 --train.dynamic_batch_enable --ds.packing_samples",
+            "its batches for the 2 ranks of --actor, and the 4 of --ref do not divide them",
+        ),
         ("--data.max_samples 33", "the last step of 33 rows has 1 prompts × 4 responses, which do not"),
     ],
 )
@@ -249,6 +262,10 @@ class TestRows:
         with pytest.raises(UsageError, match=r"are fewer responses than --train\.batch_size 64"):
             flag_checks.check_rows(self.flags(tmp_path, 10, two_episodes))
         flag_checks.check_rows(self.flags(tmp_path, 10, f"{two_episodes} --train.batch_size 48"))
+        two_epochs = two_episodes.replace("num_episodes", "max_epochs")  # each of which has its own batches
+        with pytest.raises(UsageError, match=r"are fewer responses than --train\.batch_size 64"):
+            flag_checks.check_rows(self.flags(tmp_path, 10, two_epochs))
+        flag_checks.check_rows(self.flags(tmp_path, 10, f"{two_epochs} --train.batch_size 48"))
         with pytest.raises(UsageError, match=r"are fewer responses than --train\.batch_size 48"):
             flag_checks.check_rows(self.flags(tmp_path, 10, "--actor.num_gpus_per_node 1 --train.batch_size 48"))
 

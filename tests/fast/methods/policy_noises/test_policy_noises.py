@@ -212,6 +212,7 @@ def measured(
         action_log_probs=OLD_LOG_PROBS,
         rollout_log_probs=torch.tensor([rollout_log_probs]),
         action_mask=torch.ones(1, 2),
+        mm_train_inputs=None,
     )
     maker = SimpleNamespace(strategy=SimpleNamespace(args=args))
     measures = rollout_policy_measures(maker, [experience])

@@ -139,6 +139,7 @@ def test_a_step_s_tokens_by_age_in_the_order_of_its_micro_batches(monkeypatch: p
         return SimpleNamespace(
             index=index,
             action_mask=action_mask,
+            mm_train_inputs=None,
             action_log_probs=torch.full(action_mask.shape, -1.0),
             rollout_log_probs=torch.full(action_mask.shape, -1.0) - torch.tensor(differences)[:, None],
         )

@@ -16,7 +16,7 @@ from ngrpo import patches
 from ngrpo.config.run import RunConfig, begin
 from ngrpo.machine.upstream import patch
 from ngrpo.methods import advantages
-from ngrpo.trainers.openrlhf import rollout_actor
+from ngrpo.trainers.openrlhf import rollout_actor, short_steps
 from ngrpo.trainers.openrlhf.actor_trainer import actor_trainer
 from ngrpo.trainers.openrlhf.trainer import trainer
 from ngrpo.trainers.verl.overrides import estimator
@@ -162,8 +162,8 @@ def test_updates_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
         (16, 1, 4, 16),
         (12, 1, 4, 0),
         (40, 1, 12, 32),
-        (12, 2, 4, 8),  # whose two epochs are one batch
-        (12, 4, 4, 12),
+        (40, 4, 12, 32),
+        (12, 2, 4, 0),  # each epoch has its own batches
         (12, 1, 6, 12),  # a whole step leaves responses over, too
     ],
 )
@@ -181,6 +181,33 @@ def test_a_short_step_ends_with_an_update(
     assert actor.replay_buffer.items == list(range(kept))
     assert status["left_out_responses"] == 2 * (responses - kept)
     assert ("policy_loss" in status) == (kept > 0)
+
+
+@pytest.mark.parametrize(("responses", "kept"), [(16, 16), (12, 0), (40, 32)])
+def test_the_critic_leaves_out_the_same(responses: int, kept: int) -> None:
+    """Its gradient of a rest would come into the first update of the next step."""
+
+    class CriticPPOTrainer(_ActorPPOTrainer):
+        def ppo_train(self) -> dict[str, float]:
+            return {"critic_loss": float(len(self.replay_buffer.items))}
+
+    critic = short_steps.critic_trainer(CriticPPOTrainer)()
+    critic.replay_buffer.items = list(range(responses))
+    assert critic.ppo_train() == ({"critic_loss": float(kept)} if kept else {})
+
+
+def test_dynamic_batches_leave_out_what_fills_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """OpenRLHF's two ranks of 12 responses train one batch of 16 in each of two epochs."""
+    run_with(monkeypatch, preset="dapo")
+    actor = actor_trainer(_ActorPPOTrainer)()
+    actor.args.train.dynamic_batch_enable = True
+    actor.args.train.batch_size = 16
+    actor.args.ds = SimpleNamespace(ring_attn_size=1, tensor_parallel_size=1)
+    actor.strategy.all_reduce = lambda value, op: {"sum": 2 * value}[op]
+    actor.replay_buffer.items = list(range(12))
+    status = actor.ppo_train(1.0, 2.0)
+    assert status["trained_responses"] == 16.0
+    assert status["left_out_responses"] == 8.0
 
 
 def test_a_step_without_an_update_is_warned_of(
