@@ -186,7 +186,7 @@ OPENRLHF: tuple[Patch, ...] = (
     _row("openrlhf.trainer.ray.ppo_critic", "CriticPPOTrainer", "short_steps:critic_trainer", TRAINING,
         "sha:e67a52dc27a2", "The critic, too, leaves out what fills no batch in a short step."),
     # ---- functions around them --------------------------------------------------------------------
-    _row(_DEEPSPEED, "DeepspeedStrategy.moving_average", "moving_average:moving_average", TRAINING,
+    _row(_DEEPSPEED, "DeepspeedStrategy.moving_average", "moving_average:moving_average", "moving_average",
         "sha:a76aee0620b4",
         "In bfloat16 an average rounds small differences away and stays at the initial model; ours is in float32."),
     _row(_MODEL, "Actor.__init__", "model_actors:actor_init", "perturbation", "sha:ed617cb47dde",

@@ -369,7 +369,39 @@ WITHOUT_VLLM = when("use_vllm=False", lambda combination: not getattr(combinatio
 VLLM_SERVER = when(
     "a vLLM server", lambda combination: getattr(combination.settings, "vllm_mode", "colocate") != "colocate"
 )
-LIGER = when("use_liger_kernel", lambda combination: getattr(combination.settings, "use_liger_kernel", False))
+
+
+@partial(Feature, "use_liger_kernel, or model_init_kwargs['use_kernels']")
+def trl_kernels(combination: Combination) -> str:
+    if getattr(combination.settings, "use_liger_kernel", False):
+        return "use_liger_kernel"
+    model_arguments = getattr(combination.settings, "model_init_kwargs", None) or {}
+    return "model_init_kwargs['use_kernels']" if model_arguments.get("use_kernels") else ""
+
+
+@partial(Feature, "a dataset with a column image or images")
+def trl_pictures(combination: Combination) -> str:
+    for name in ("train_dataset", "eval_dataset"):
+        dataset = combination.arguments.get(name)
+        parts = dataset.values() if isinstance(dataset, dict) else [dataset]
+        for part_of_dataset in parts:
+            columns = getattr(part_of_dataset, "column_names", None) or ()
+            if {"image", "images"} & set(columns):
+                return f"{name} with pictures"
+    return ""
+
+
+@partial(Feature, "seed, n, logprobs or extra_args['perturbation'] in generation_kwargs")
+def trl_requests(combination: Combination) -> str:
+    given = getattr(combination.settings, "generation_kwargs", None) or {}
+    extra_args = given.get("extra_args") or {}
+    changed = {name: given[name] for name in ("seed", "n", "logprobs") if given.get(name) is not None}
+    if "perturbation" in extra_args:
+        changed["extra_args"] = extra_args
+    words = ", ".join(f"{name}={value!r}" for name, value in changed.items())
+    return f"generation_kwargs with {words}" if words else ""
+
+
 TRL_TENSOR_PARALLEL = when(
     "vllm_tensor_parallel_size above 1",
     lambda combination: getattr(combination.settings, "vllm_tensor_parallel_size", 1) > 1,

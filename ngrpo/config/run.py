@@ -296,6 +296,7 @@ class RunConfig:
             "reproducible": self.reproducible,
             "eval_at_start": self.eval_at_start,
             "chat_template": Flags(self.openrlhf).has("--data.apply_chat_template"),
+            "moving_average": Flags(self.openrlhf).has("--train.enable_ema"),
             "report_groups": self.report_groups > 0,
         }
         return tuple(name for name, holds in conditions.items() if holds)

@@ -35,6 +35,7 @@ _RECORD = _Kind(bytes, "the bytes of a record: ReplayRecord.to_bytes(), in a req
 _ALLOWED = {
     "seed": _INTEGER,
     "sample": _INTEGER,
+    "round": _INTEGER,
     "enabled": _SWITCH,
     "record": _RECORD,
     "training_step": _INTEGER,

@@ -188,6 +188,8 @@ class RunningRequests:
             sample = int(arguments.get("sample", 0))
             return seeds.trajectory_seed(self._perturbation.seed, int(requested), sample)
         prompt_seed = seeds.of_prompt(prompt)
+        if "round" in arguments:
+            prompt_seed = seeds.of_row_and_prompt(prompt, int(arguments["round"]))
         sample = self._prompt_counts.next(prompt_seed)
         return seeds.trajectory_seed(self._perturbation.seed, prompt_seed, sample)
 

@@ -121,7 +121,8 @@ def without_seed(additional_config: object) -> object:
 def request_arguments(params: object) -> dict[str, Any]:
     """A request's ``SamplingParams.extra_args["perturbation"]``.
 
-    - ``seed`` and ``sample`` name the trajectory.
+    - ``seed`` and ``sample`` name the trajectory. Without a seed, the prompt and the number of the response to it do;
+      ``round`` numbers the responses afresh, so that a resumed training draws as one that was not interrupted.
     - ``enabled: False`` leaves it unperturbed.
     - ``record`` is the record of earlier turns. ``ahead: True`` replays it on generated positions too; only the
       start-up check sets this.

@@ -10,7 +10,8 @@ Needs ``pip install --no-deps trl==1.16.0``; docs/integrations.md says what is a
 """
 
 import inspect
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import islice
 from typing import Any
@@ -25,6 +26,7 @@ from trl.trainer import grpo_trainer
 from ngrpo.config import compatibility
 from ngrpo.config.feature_kinds import Combination
 from ngrpo.machine.models import lora
+from ngrpo.machine.upstream.versions import installed
 from ngrpo.rollout import records, settings
 from ngrpo.trainers.common.weights_file import reload_weights
 from ngrpo.trainers.trl_head import corrected_head
@@ -38,7 +40,8 @@ _ROWS = "perturbation_record"
 class PerturbedGRPOTrainer(GRPOTrainer):
     """TRL's trainer: training rollouts are perturbed, and forwards replay their inputs.
 
-    ``perturbation_gap`` is the largest training–inference mismatch of the last rollout batch, in nats; also logged.
+    ``perturbation_gap`` is the largest training–inference mismatch of the last rollout batch over all processes, in
+    nats, NaN before its first forward. TRL's log has it as ``perturbation/gap_max``.
 
     Args:
         perturbation: a spec for :func:`perturbations.create`; ``{"name": "none"}`` for none.
@@ -60,6 +63,7 @@ class PerturbedGRPOTrainer(GRPOTrainer):
         vllm_options: Mapping[str, Any] | None = None,
         **kwargs: object,
     ) -> None:
+        _check_release()
         self._perturbation = registry.create(**perturbation)
         arguments = inspect.signature(GRPOTrainer).bind(*args, **kwargs).arguments
         config = arguments.get("args")
@@ -73,6 +77,8 @@ class PerturbedGRPOTrainer(GRPOTrainer):
         self._rollouts: dict[bool, list[FinishedTrajectory]] = {True: [], False: []}
         # Which of these the next forward is of; None for all, in their order.
         self._rows_of_forward: list[int] | None = None
+        # The batch of the loss that is computed, if its weights are those that drew it.
+        self._on_policy_batch: dict[str, Any] | None = None
         self._replay_routing = replay_routing
         self._correct_mask = correct_mask
         of_engine = {
@@ -91,17 +97,26 @@ class PerturbedGRPOTrainer(GRPOTrainer):
 
     def _generate_single_turn(self, prompt_ids: list[list[int]], *args: object, **kwargs: object) -> Any:
         generation = self.vllm_generation
-        arguments = {"enabled": self.model.training or self._perturbation.perturb_eval}
-        given = generation.generation_kwargs.get("extra_args") or {}
-        generation.generation_kwargs["extra_args"] = {**given, settings.KEY: arguments}
+        trains = self.model.training
+        arguments = {
+            "enabled": trains or self._perturbation.perturb_eval,
+            # A round for the training and one for the evaluation of each step.
+            "round": 2 * self.state.global_step + (0 if trains else 1),
+        }
+        kwargs_of_user = generation.generation_kwargs
+        given = kwargs_of_user.get("extra_args") or {}
+        # A new dictionary, since the user's own may go to another trainer too.
+        generation.generation_kwargs = {**kwargs_of_user, "extra_args": {**given, settings.KEY: arguments}}
         records.take_finished(generation.llm)  # of what a callback or a reward generated meanwhile
-        result = super()._generate_single_turn(prompt_ids, *args, **kwargs)
+        try:
+            result = super()._generate_single_turn(prompt_ids, *args, **kwargs)
+        finally:
+            generation.generation_kwargs = kwargs_of_user
         by_name = records.take_finished(generation.llm)
         # vLLM counts its requests, and returns them in their order.
         rollouts = [by_name[name] for name in sorted(by_name, key=int)]
-        self._rollouts[self.model.training] = rollouts
-        if len(rollouts) != len(prompt_ids):
-            raise RuntimeError(f"{len(rollouts)} records of {len(prompt_ids)} rollouts were handed over.")
+        self._rollouts[trains] = rollouts
+        _check_lengths(rollouts, prompt_ids, completion_ids=result[0])
         return result
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -110,14 +125,27 @@ class PerturbedGRPOTrainer(GRPOTrainer):
         # TRL shuffles and splits it with the batch.
         output[_ROWS] = torch.arange(len(output["completion_ids"]), device=output["completion_ids"].device)
         self.perturbation_gap = float("nan")
-        if "old_per_token_logps" in output and "sampling_per_token_logps" in output:
-            mask = output["completion_mask"].bool()
-            gaps = (output["old_per_token_logps"] - output["sampling_per_token_logps"])[mask].abs()
-            if len(gaps):  # none where all responses were cut off and are masked for it
-                self.perturbation_gap = gaps.max().item()
-                mode = "train" if self.model.training else "eval"
-                self._metrics[mode]["perturbation/gap_max"].append(self.perturbation_gap)
+        if "old_per_token_logps" in output:
+            self._note_gap(output["old_per_token_logps"], output)
         return output
+
+    def _note_gap(self, log_probs: Tensor, batch: Mapping[str, Any]) -> None:
+        """Notes the largest mismatch of a batch, over all processes, which all call this.
+
+        ``log_probs``: log π of the completions by the weights that drew them, (B, C).
+        """
+        if "sampling_per_token_logps" not in batch:
+            return
+        gaps = (log_probs - batch["sampling_per_token_logps"])[batch["completion_mask"].bool()].abs()
+        gaps = gaps[~gaps.isnan()]  # vLLM gives no log-probability of some tokens
+        # A process has no gap where all of its responses were cut off and are masked for it.
+        largest = gaps.max() if len(gaps) else log_probs.new_tensor(-torch.inf)
+        gap = self.accelerator.gather(largest).max().item()
+        if gap == -math.inf:
+            return
+        self.perturbation_gap = gap if math.isnan(self.perturbation_gap) else max(gap, self.perturbation_gap)
+        mode = "train" if self.model.training else "eval"
+        self._metrics[mode]["perturbation/gap_max"].append(gap)
 
     def training_step(self, *args: object, **kwargs: object) -> Tensor:
         """As transformers'; routers replay until its end, since checkpointed layers are computed again in backward."""
@@ -126,7 +154,12 @@ class PerturbedGRPOTrainer(GRPOTrainer):
 
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         self._rows_of_forward = inputs[_ROWS].tolist()
-        return super()._compute_loss(model, inputs)
+        # Without old log-probabilities, TRL trains with the weights that drew the batch.
+        self._on_policy_batch = None if "old_per_token_logps" in inputs else inputs
+        try:
+            return super()._compute_loss(model, inputs)
+        finally:
+            self._on_policy_batch = None
 
     def _get_per_token_logps_and_entropies(
         self,
@@ -157,9 +190,36 @@ class PerturbedGRPOTrainer(GRPOTrainer):
                     until.enter_context(routing([rollout.experts for rollout in chunk], mask))
                 return model(**inputs)
 
-        return super()._get_per_token_logps_and_entropies(
+        log_probs, *rest = super()._get_per_token_logps_and_entropies(
             forward, input_ids, attention_mask, logits_to_keep, *args, **kwargs
         )
+        if self._on_policy_batch is not None:
+            self._note_gap(log_probs.detach(), self._on_policy_batch)
+        return (log_probs, *rest)
+
+
+def _check_lengths(
+    rollouts: Sequence[FinishedTrajectory], prompt_ids: Sequence[list[int]], completion_ids: Sequence[list[int]]
+) -> None:
+    """Raises ``RuntimeError`` unless each rollout has a record, of as many tokens as TRL has."""
+    if len(rollouts) != len(prompt_ids):
+        raise RuntimeError(f"{len(rollouts)} records of {len(prompt_ids)} rollouts were handed over.")
+    for rollout, prompt, completion in zip(rollouts, prompt_ids, completion_ids, strict=True):
+        record = rollout.record
+        generated = record.num_tokens - record.prompt_tokens
+        if record.prompt_tokens != len(prompt) or generated < len(completion):
+            raise RuntimeError(
+                f"a record has {record.prompt_tokens} + {generated} tokens of prompt and response, and TRL's rollout"
+                f" {len(prompt)} + {len(completion)}: it would be replayed at other tokens. The engine was given"
+                " another prompt than TRL's, or a callback changed the tokens."
+            )
+
+
+def _check_release() -> None:
+    """Raises ``UsageError`` for another release of TRL than 1.16, whose private methods this file overrides."""
+    release = installed("trl") or "none"
+    if not release.startswith("1.16."):
+        raise UsageError(f"TRL {release} is installed; supported: 1.16. Run: pip install --no-deps trl==1.16.0")
 
 
 def _seed_of_process(perturbation: int, config: GRPOConfig) -> int:
@@ -171,8 +231,25 @@ def _seed_of_process(perturbation: int, config: GRPOConfig) -> int:
     return seeds.of_engine(seeds.of_engine(perturbation, config.seed), config.process_index)
 
 
+_SET_BY_TRL = {
+    "model": "the trainer's first argument",
+    "tensor_parallel_size": "GRPOConfig(vllm_tensor_parallel_size=…), which must be 1",
+    "enable_sleep_mode": "GRPOConfig(vllm_enable_sleep_mode=…)",
+    "seed": "GRPOConfig(seed=…)",
+    "logprobs_mode": "no other value: TRL's importance weights need processed_logprobs",
+    "distributed_executor_backend": "no other value: the weight sync needs TRL's",
+}
+"""Engine arguments that `vllm_options` may not have, and what sets each of them."""
+
+
 def _with_additional_config(options: Mapping[str, Any], of_engine: Mapping[str, Any]) -> dict[str, Any]:
-    """The engine's options with our entries in its ``additional_config``; UsageError for entries that would be lost."""
+    """The engine's options with our entries in its ``additional_config``.
+
+    Raises ``UsageError`` for entries that would be lost, and for options that TRL relies on.
+    """
+    for name, setting in _SET_BY_TRL.items():
+        if name in options:
+            raise UsageError(f"vllm_options[{name!r}]={options[name]!r}: leave it out. It is set by {setting}.")
     given = options.get("additional_config") or {}
     for name in (*of_engine, settings.SAMPLING_SCHEDULE):
         if name in given:

@@ -448,7 +448,7 @@ def noted_prepare(original: Callable[..., None]) -> Callable[..., None]:
     """Makes a table of neighbors ahead, as on CUDA, and compares the weights with those that were sent."""
 
     def prepare(self: Any) -> None:
-        self._ahead = True
+        self._prepares = True
         original(self)
         sent = Path(os.environ[FOLDER], "sent")
         wrong = list(_wrong_parameters(self, sent)) if sent.is_file() else []

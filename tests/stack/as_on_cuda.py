@@ -179,7 +179,7 @@ def warm_up(llm: Any) -> dict[str, int]:
 
     compile_or_warm_up_model = partial(gpu_worker.Worker.compile_or_warm_up_model, worker)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(worker.perturbation, "_ahead", True)
+        patch.setattr(worker.perturbation, "_prepares", True)
         patch.setattr(requests, "take", take)
         patch.setattr(perturber, "rehearse", rehearse)
         patch.setattr(jit_monitor, "activate", activate_monitor)

@@ -32,7 +32,21 @@ TRL = (
         why="its responses have no records",
     ),
     Row(
-        what=features.LIGER,
+        what=features.trl_pictures,
+        conflicts_with=features.IN_ENGINE,
+        why="TRL gives vLLM prompts that have a place for each of a picture's tokens, and vLLM adds these places again,"
+        " so that records are of other tokens",
+        fix="train with OpenRLHF",
+    ),
+    Row(
+        what=features.trl_requests,
+        conflicts_with=features.IN_ENGINE,
+        why="a seed would make all responses of a group the same, and TRL reads one response and one log-probability of"
+        " each request",
+        fix="leave it out; GRPOConfig(seed=...) and the perturbation's seed set the draws",
+    ),
+    Row(
+        what=features.trl_kernels,
         conflicts_with=features.IN_ENGINE,
         why="its kernels take the place of layers, need a GPU, and are untested here",
     ),

@@ -80,7 +80,7 @@ def test_a_chunk_copies_the_range_that_it_computes(monkeypatch: pytest.MonkeyPat
     decoding = Decoding(create("gumbel", rate=0.6), 64)
     perturber = decoding.perturber
     decode(decoding, 380, "request-0")
-    perturber.notes.drain(until=perturber.notes.taken)
+    perturber.notes.drain(until=perturber.notes.added)
     store = perturber._store
     sources = perturber._override._module.override_sources
     positions = store._edits.read(store.live["request-0"])["positions"]

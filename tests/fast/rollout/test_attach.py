@@ -22,7 +22,7 @@ class Worker:
 
     def __init__(self) -> None:
         self.perturbation = AttachedPerturbation.__new__(AttachedPerturbation)
-        self.perturbation._ahead = True
+        self.perturbation._prepares = True
         self.perturbation._runner = None
         self.perturbation._tokenizer = None
         self.perturbation.perturbation = create("neighbor", metric="l2")

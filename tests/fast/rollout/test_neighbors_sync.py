@@ -27,7 +27,7 @@ class Attached(AttachedPerturbation):
         self.embeddings = matrix_embeddings(embedding)
         self.perturbation = create("neighbor", metric="l2")
         self.module = None
-        self._ahead = True
+        self._prepares = True
         self._runner = SimpleNamespace(reload_weights=self.load, get_model=lambda: self._runner)
         self._runner.load_weights = self.load
         self._matrix = embedding
@@ -91,7 +91,7 @@ def test_on_a_gpu_the_table_is_computed_at_the_end_of_a_sync(searched_rows: list
 
 def test_on_a_cpu_rows_are_computed_as_they_are_needed(searched_rows: list[int]) -> None:
     attached = Attached(START.clone())
-    attached._ahead = False
+    attached._prepares = False
     runner = attached._runner
     follow_weights(runner, attached)
     runner.reload_weights([("embed_tokens.weight", MOVED)])

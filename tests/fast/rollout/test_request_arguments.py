@@ -83,7 +83,7 @@ def test_arguments_in_a_text_are_read() -> None:
         ("[1]", "must be a dictionary"),
         ("{", "no JSON object"),
         ('{"record": "*"}', "base64"),
-        ({"sed": 3}, "'sed'] is unknown. Known: seed, sample, enabled, record"),
+        ({"sed": 3}, "'sed'] is unknown. Known: seed, sample, round, enabled, record"),
         ({"seed": "3"}, "must be an integer"),
         ({"seed": -1}, "must be an integer from 0 to"),
         ({"training_step": 1 << 63}, "must be an integer from 0 to 9223372036854775807"),

@@ -52,13 +52,14 @@ class Books:
         self.store = TrajectoryStore(4, 64)
         perturber = SimpleNamespace(
             opened=lambda name, prompt: None, closed=lambda slot: None, masks=None, routed=None,
-            notes=SimpleNamespace(drain=lambda **kwargs: None, taken=0, written=0),
+            notes=SimpleNamespace(drain=lambda **kwargs: None, added=0, written=0),
         )  # fmt: skip
         self.buffer = buffers.create("memory")
         self.requests = RunningRequests(create("gumbel", seed=3), self.store, perturber, self.buffer, rank)
 
-    def run(self, *names: str, prompt: int = 5, seed: int | None = None) -> None:
-        params = SimpleNamespace(seed=seed, extra_args=None)
+    def run(self, *names: str, prompt: int = 5, seed: int | None = None, round_: int | None = None) -> None:
+        extra_args = None if round_ is None else {"perturbation": {"round": round_}}
+        params = SimpleNamespace(seed=seed, extra_args=extra_args)
         new = [SimpleNamespace(req_id=name, sampling_params=params, prompt_token_ids=[prompt, 6]) for name in names]
         self.requests.update(SimpleNamespace(finished_req_ids=set(), scheduled_new_reqs=new))
 
@@ -99,11 +100,15 @@ def test_what_the_buffer_has_dropped_is_forgotten(monkeypatch: pytest.MonkeyPatc
 # --- which trajectory a request is --------------------------------------------------------------------------
 
 
+def seeds_of(books: Books, names: str) -> list[int]:
+    return books.store.seeds[[books.store.live[name] for name in names]].tolist()
+
+
 def drawn_seeds(rank: int, seed: int | None = None) -> list[int]:
     """The seeds of four requests for one prompt on a data-parallel rank."""
     books = Books(rank)
     books.run(*"abcd", seed=seed)
-    return books.store.seeds[[books.store.live[name] for name in "abcd"]].tolist()
+    return seeds_of(books, "abcd")
 
 
 def test_the_samples_of_a_prompt_differ_on_a_rank_and_between_ranks() -> None:
@@ -113,6 +118,18 @@ def test_the_samples_of_a_prompt_differ_on_a_rank_and_between_ranks() -> None:
 
 def test_a_seed_is_the_same_trajectory_on_every_rank() -> None:
     assert len({seed for rank in range(3) for seed in drawn_seeds(rank, seed=11)}) == 1
+
+
+def test_a_resumed_training_draws_as_one_that_was_not_interrupted() -> None:
+    """Each round numbers the responses to a prompt afresh, so it does not matter what the engine has drawn before."""
+    uninterrupted, resumed = Books(), Books()
+    uninterrupted.run(*"ab", round_=0)
+    first = seeds_of(uninterrupted, "ab")
+    uninterrupted.run(*"cd", round_=1)
+    resumed.run(*"cd", round_=1)
+    second = seeds_of(uninterrupted, "cd")
+    assert seeds_of(resumed, "cd") == second
+    assert len({*first, *second}) == 4
 
 
 def test_engines_have_seeds_of_their_own() -> None:

@@ -80,7 +80,7 @@ def test_an_unperturbed_run_has_stock_training() -> None:
 def test_what_every_training_replaces() -> None:
     of_training = {"trainer", "experience_maker", "step_advantages", "actor_trainer", "rollout_actor", "prompt_rows"}
     free_ports_and_killed_builds = {"processes", "build_locks"}
-    assert replaced_modules([TRAINING]) == of_training | free_ports_and_killed_builds
+    assert replaced_modules([TRAINING]) == of_training | free_ports_and_killed_builds | {"short_steps"}
 
 
 def test_the_actors_of_a_novelty_advantage_hand_over_hidden_states() -> None:
