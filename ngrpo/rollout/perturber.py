@@ -467,8 +467,7 @@ class RolloutPerturber:
             self._grow(self._store.slots)
         self._last_position[slot] = -1
         self._row_of_slot[self._rows.slots] = -1
-        # The next batch is looked up even with the same names: a new request may have an old one.
-        self._rows = no_rows()
+        self._rows = no_rows()  # looked up even with the same names: a new request may have an old one
         self._gate.reset(slot, prompt)
         if self.masks is not None:
             self.masks.clear(slot)

@@ -216,10 +216,13 @@ MUTATIONS = {
     ],
     ("ngrpo/trainers/openrlhf/experience_maker.py", "methods/sampling_schedules/test_sampling_schedules_run.py"): [
         (
-            "-masked(experiences, rollout_log_probs)",
-            "-torch.cat([rows.flatten() for rows in rollout_log_probs])",
+            "experience.rollout_log_probs[compared]",
+            "experience.rollout_log_probs.flatten()",
             "padding has an entropy",
         ),
+    ],
+    ("ngrpo/trainers/openrlhf/experience_maker.py", "methods/second_rounds/test_second_rounds_measures.py"): [
+        (" & ~is_second\n", "\n", "responses to another prompt are compared"),
     ],
     ("ngrpo/trainers/common/mismatch.py", "config/test_correction_warmup.py"): [
         (".exp().clamp(*bounds)", ".exp()", "a weight grows beyond its bounds"),

@@ -77,6 +77,19 @@ MUTATIONS = {
             "packed records: places",
         ),
     ],
+    ("ngrpo/trainers/openrlhf/short_steps.py", "trainers/openrlhf/test_step_faults.py"): [
+        ("left_out = len(items) % batch", "left_out = 0", "a short step: its rest is trained"),
+        ("or whole_step % train.batch_size:", "or False:", "a short step: a rest that every step has"),
+        (
+            "        self.leave_out_remainder()\n        return super",
+            "        return super",
+            "a short step: the critic",
+        ),
+    ],
+    ("ngrpo/trainers/openrlhf/moving_average.py", "trainers/openrlhf/test_moving_average.py"): [
+        ('parameter.data.to("cpu", torch.float32)', "parameter.data.clone()", "the average: in bfloat16"),
+        ("            if weight.requires_grad:\n", "            if True:\n", "the average: of frozen weights"),
+    ],
     ("ngrpo/rollout/batch.py", _RECORDS): [
         ("            columns.slots.fill(scratch)\n", "", "batch: rows beyond the batch have slot 0"),
         ("            columns.first[:count] = self.first\n", "", "batch: the first positions"),

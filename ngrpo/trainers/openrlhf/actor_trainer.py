@@ -14,12 +14,13 @@ import torch
 
 from ngrpo.config.run import RunConfig, current_run
 from ngrpo.machine.models import lora
-from ngrpo.machine.upstream.types import Experience, Upstream
+from ngrpo.machine.upstream.types import Experience
 from ngrpo.trainers.common import log_probs, sample_records, weights_file
 from ngrpo.trainers.common.policy_loss import CreditInLoss, RatioMeasure, TwoRoundsLoss
 from ngrpo.trainers.common.score_centering import ImportanceWeight, Sampler, ScoreCentering, WeightedLoss
-from ngrpo.trainers.openrlhf import lora_sync, model_actors, short_steps
+from ngrpo.trainers.openrlhf import lora_sync, model_actors
 from ngrpo.trainers.openrlhf.experiences import marks_of
+from ngrpo.trainers.openrlhf.short_steps import WholeBatches
 from perturbations import UsageError, seeds
 from perturbations.replay.scope import ReplayStats
 
@@ -38,7 +39,7 @@ def actor_trainer(plain: type) -> type:
     return type(plain.__name__, (PerturbedActorTrainer, plain), {})
 
 
-class PerturbedActorTrainer(Upstream):
+class PerturbedActorTrainer(WholeBatches):
     """What goes in front of `ActorPPOTrainer`; a run without a feature skips its line.
 
     Attributes:
@@ -55,7 +56,7 @@ class PerturbedActorTrainer(Upstream):
             # DeepSpeed's count of updates is part of a checkpoint: a resumed run continues with the same orders.
             torch.manual_seed(seeds.trajectory_seed(self.args.train.seed, updates_before))
         self.gradient_norms = {}
-        left_out = short_steps.leave_out_remainder(self)
+        left_out = self.leave_out_remainder()
         status = super().ppo_train(*args, **kwargs) if self.replay_buffer.items else {}
         steps = float(self.actor.model.global_steps - updates_before)
         # Micro-batches before the first update still have the norm of the last rollout's update.
@@ -63,7 +64,7 @@ class PerturbedActorTrainer(Upstream):
         # Each optimizer step takes --train.batch_size responses, and an epoch takes each of them once.
         responses = steps * self.args.train.batch_size / self.args.train.max_epochs
         if self.args.train.dynamic_batch_enable:  # upstream leaves out what fills no batch
-            left_out = short_steps.buffered_responses(self) - responses
+            left_out = self.buffered_responses() - responses
         return {
             **status,
             "optimizer_steps": steps,

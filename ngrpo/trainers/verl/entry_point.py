@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from verl.plugin.platform import PlatformBase, PlatformRegistry
@@ -44,7 +44,7 @@ def checked_config(original: Callable[..., None], config: "DictConfig", *args: o
 
 
 @around
-def checked_start(original: Callable[..., None], config: "DictConfig", task_runner_class: Any) -> None:
+def checked_start(original: Callable[..., None], config: "DictConfig", task_runner_class: object) -> None:
     """verl's ``run_ppo``, which its other commands and recipes import to start runners of their own."""
     from verl.trainer.main_ppo import TaskRunnerV1
 

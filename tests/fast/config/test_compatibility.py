@@ -122,7 +122,7 @@ PENALTY = "repetition_penalty"
         ({"top_p": 0.9, CORRECTION: False}, False),
         ({"top_p": 0.9, CORRECTION: False, "off_policy_mask_threshold": 0.5}, True),
         ({"generation_kwargs": {"top_p": 0.9}}, True),
-        ({"generation_kwargs": {"top_p": 1.0, "seed": 3, "stop": ["x"]}, "top_p": 0.9}, False),
+        ({"generation_kwargs": {"top_p": 1.0, "stop": ["x"]}, "top_p": 0.9}, False),
         ({"generation_kwargs": {"logit_bias": {5: 2.0}}}, True),
         ({"generation_kwargs": {"thinking_token_budget": 0}}, True),
         ({"generation_kwargs": {"temperature": 0.7}}, True),

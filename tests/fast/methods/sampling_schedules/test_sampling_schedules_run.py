@@ -362,6 +362,7 @@ def experience_with_rollout() -> SimpleNamespace:
     return SimpleNamespace(
         rollout_log_probs=torch.tensor([[-1.0, -3.0], [-2.0, -9.0]]),
         action_log_probs=torch.tensor([[-1.5, -3.0], [-2.0, -9.0]]),
+        mm_train_inputs=None,
         action_mask=torch.tensor([[1, 1], [1, 0]]),
         info={},
     )
