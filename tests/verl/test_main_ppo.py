@@ -186,6 +186,9 @@ def test_a_density_and_an_advantage(tmp_path: Path, smollm2: str) -> None:
     first, second = trained_steps(tmp_path, result)
     for step in (first, second):
         assert abs(step["actor/ppo_kl"]) <= 1e-5
+        assert step["perturbation/lost_responses"] == 0.0
+        comparisons = ("rollout_corr/", "training/rollout_probs_diff", "training/rollout_actor_probs")
+        assert not [name for name in step if name.startswith(comparisons)], "of densities with tokens"
     assert abs(first["actor/kl_loss"]) <= 1e-6
 
 

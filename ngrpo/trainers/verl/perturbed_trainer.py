@@ -18,7 +18,6 @@ from ngrpo.machine.upstream.types import Upstream
 from ngrpo.rollout.settings import KEY
 from ngrpo.trainers.common.mismatch import check_gap, step_metrics
 from ngrpo.trainers.verl import overrides, replaying_engine, rollout_server
-from ngrpo.trainers.verl.rollout_server import SINGLE_TURN
 from perturbations.base import Perturbation
 from perturbations.errors import UsageError
 
@@ -122,11 +121,11 @@ def check_agents(rows: Dataset | None, files: str) -> None:
     """
     if rows is None or "agent_name" not in rows.column_names:
         return
-    others = sorted(set(rows["agent_name"]) - {None, SINGLE_TURN})
+    others = sorted(set(rows["agent_name"]) - {None, rollout_server.SINGLE_TURN})
     if others:
         raise UsageError(
             f"data.{files}: the column agent_name has {others[0]!r}, and records cover one turn. Drop the column, or"
-            f" write {SINGLE_TURN} into it."
+            f" write {rollout_server.SINGLE_TURN} into it."
         )
 
 

@@ -63,11 +63,17 @@ class PerturbedAgentLoopWorker(Upstream):
     """What goes in front of `AgentLoopWorkerTQ`: requests with our arguments."""
 
     async def _run_agent_loop(
-        self, sampling_params: dict[str, object], trajectory: dict[str, object], *, agent_name: str, **rest: object
+        self,
+        sampling_params: dict[str, object],
+        trajectory: dict[str, object],
+        *,
+        agent_name: str,
+        perturbation_copy: Tensor,
+        **rest: object,
     ) -> object:
+        """As verl's; ``perturbation_copy`` is the row's entry of the field :data:`_COPY`."""
         session = int(str(rest.get("session_id", 0)))
-        copy = int(str(rest.pop(_COPY, 0)))
-        arguments = request_arguments(self.config, trajectory, agent_name, session, copy)
+        arguments = request_arguments(self.config, trajectory, agent_name, session, int(perturbation_copy))
         # A new dictionary, since verl gives all of a group the same one.
         params = {**sampling_params, "extra_args": {KEY: arguments}}
         return await super()._run_agent_loop(params, trajectory, agent_name=agent_name, **rest)
