@@ -395,7 +395,8 @@ def trl_pictures(combination: Combination) -> str:
 def trl_requests(combination: Combination) -> str:
     given = getattr(combination.settings, "generation_kwargs", None) or {}
     extra_args = given.get("extra_args") or {}
-    changed = {name: given[name] for name in ("seed", "n", "logprobs") if given.get(name) is not None}
+    unchanged = {"seed": (None,), "n": (None, 1), "logprobs": (None, 0)}
+    changed = {name: given[name] for name, values in unchanged.items() if given.get(name) not in values}
     if "perturbation" in extra_args:
         changed["extra_args"] = extra_args
     words = ", ".join(f"{name}={value!r}" for name, value in changed.items())
