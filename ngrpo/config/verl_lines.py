@@ -77,7 +77,8 @@ def of_run(complete: CompleteRun) -> tuple[list[str], list[str]]:
         lines += [f"+advantage.{name}={hydra(value)}" for name, value in options.items()]
     if run.spec is not None:
         lines += of_perturbation(_changed_spec(run, run.spec))
-    return [f"{_ROLLOUT}.name=vllm", *lines], _untranslated(run, flags)
+    # FSDP1, verl's default, is untested here.
+    return [f"{_ROLLOUT}.name=vllm", f"{_ACTOR}.strategy=fsdp2", *lines], _untranslated(run, flags)
 
 
 def _check_methods(run: RunConfig) -> None:

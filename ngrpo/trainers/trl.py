@@ -136,8 +136,9 @@ class PerturbedGRPOTrainer(GRPOTrainer):
         """
         if "sampling_per_token_logps" not in batch:
             return
-        gaps = (log_probs - batch["sampling_per_token_logps"])[batch["completion_mask"].bool()].abs()
-        gaps = gaps[~gaps.isnan()]  # vLLM gives no log-probability of some tokens
+        of_engine = batch["sampling_per_token_logps"]
+        compared = batch["completion_mask"].bool() & ~of_engine.isnan()  # vLLM gives none of some tokens
+        gaps = (log_probs - of_engine)[compared].abs()
         # A process has no gap where all of its responses were cut off and are masked for it.
         largest = gaps.max() if len(gaps) else log_probs.new_tensor(-torch.inf)
         gap = self.accelerator.gather(largest).max().item()
@@ -232,14 +233,14 @@ def _seed_of_process(perturbation: int, config: GRPOConfig) -> int:
 
 
 _SET_BY_TRL = {
-    "model": "the trainer's first argument",
-    "tensor_parallel_size": "GRPOConfig(vllm_tensor_parallel_size=…), which must be 1",
-    "enable_sleep_mode": "GRPOConfig(vllm_enable_sleep_mode=…)",
-    "seed": "GRPOConfig(seed=…)",
-    "logprobs_mode": "no other value: TRL's importance weights need processed_logprobs",
-    "distributed_executor_backend": "no other value: the weight sync needs TRL's",
+    "model": "the trainer's first argument sets it",
+    "tensor_parallel_size": "GRPOConfig(vllm_tensor_parallel_size=…) sets it, and must be 1",
+    "enable_sleep_mode": "GRPOConfig(vllm_enable_sleep_mode=…) sets it",
+    "seed": "GRPOConfig(seed=…) sets it",
+    "logprobs_mode": "TRL's importance weights need processed_logprobs, which it sets",
+    "distributed_executor_backend": "the weight sync needs TRL's own",
 }
-"""Engine arguments that `vllm_options` may not have, and what sets each of them."""
+"""Engine arguments that `vllm_options` may not have, and why."""
 
 
 def _with_additional_config(options: Mapping[str, Any], of_engine: Mapping[str, Any]) -> dict[str, Any]:
@@ -247,9 +248,9 @@ def _with_additional_config(options: Mapping[str, Any], of_engine: Mapping[str, 
 
     Raises ``UsageError`` for entries that would be lost, and for options that TRL relies on.
     """
-    for name, setting in _SET_BY_TRL.items():
+    for name, reason in _SET_BY_TRL.items():
         if name in options:
-            raise UsageError(f"vllm_options[{name!r}]={options[name]!r}: leave it out. It is set by {setting}.")
+            raise UsageError(f"vllm_options[{name!r}]={options[name]!r}: leave it out; {reason}.")
     given = options.get("additional_config") or {}
     for name in (*of_engine, settings.SAMPLING_SCHEDULE):
         if name in given:

@@ -35,6 +35,7 @@ def test_the_recipe_for_verl_is_the_recipe(capsys: pytest.CaptureFixture[str]) -
     different = {key: value for key, value in printed.items() if key != of_verl and by_hand.get(key) != value}
     assert {key: value for key, value in different.items() if by_hand.get(key, "").lower() != value} == {}
     assert printed["trainer.v1.trainer_mode"] == "perturbed"
+    assert printed["actor_rollout_ref.actor.strategy"] == "fsdp2", "verl's default is fsdp, which is untested"
     assert printed["+perturbation.name"] == "neighbor"
     assert "--reward.remote_url" in said
 
