@@ -11,7 +11,7 @@ Finished runs are kept: the same command continues where it stopped.
   --strategy 'A x=1 --f=2'  one arm: options, base=PRESET, advantage=NAME
                             (or of another kind: ngrpo new),
                             and flags of its own; repeatable
-  --sweep KEY=V,W           one run per value: perturbation.rate=0.05,0.1 for
+  --sweep KEY=V,W           one arm per value: perturbation.rate=0.05,0.1 for
                             each perturbation that has it, or any flag of ngrpo
                             train (rollout.temperature=0.8,1.2) for all;
                             repeatable
@@ -23,7 +23,9 @@ Finished runs are kept: the same command continues where it stopped.
                             test the counts: for tasks that a run either solves
                             or does not
   --config FILE             YAML with the same words as keys (see
-                            examples/ablation.yaml); a flag overrides it
+                            examples/ablation.yaml). A flag overrides its key;
+                            --strategy, and --sweep of another KEY, add to the
+                            file's
   --out DIR                 the comparison's folder [runs/compare]
   --dry-run [SHAPE]         print the first run, check all of them, and start
                             nothing
@@ -98,7 +100,8 @@ def run(argv: list[str], *, report: Report) -> int:
 def check(plan: Plan, out: Path, report: Report, shape: str | None = None) -> int:
     """Checks every arm as `ngrpo train` would, so that the last run does not fail on a misspelt flag.
 
-    For a dry run on the GPUs of ``shape``, prints them, the first one in full; then 1 where one of them fails.
+    A dry run, on the GPUs of ``shape``, also prints every arm, the first one in full. Returns 1 where a check of a dry
+    run fails, else 0.
     """
     failed = 0
     if shape is not None:

@@ -100,7 +100,7 @@ def _examine(tested_model: str | None, report: Report, named_model: str | None) 
     yield _device(profile.name, gpu_error)
     compiler_error = _error_of(lambda: profile.check(Flags()))
     replacements = " ".join(profile.notes(Flags()))
-    compiler = replacements or "the code that is compiled on first use can be"
+    compiler = replacements or "it can compile what is compiled on first use"
     yield Finding("compiler", "not ready" if compiler_error else compiler, compiler_error)
     if None in versions.versions().values() or _error_of(versions.check_transformers):
         return  # the further findings import these packages
@@ -185,7 +185,7 @@ def _model(name: str, hardware: str) -> Finding:
 
 
 def _error_of(check: Callable[[], object]) -> str | None:
-    """The message of a check that fails; it holds the fix."""
+    """The message of a check that fails, which includes the fix; None where it passes."""
     try:
         check()
     except UsageError as error:
@@ -387,7 +387,7 @@ def self_test(model: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    # The engine in a process of its own: vLLM's Transformers backend changes the classes that the replay is done with.
+    # vLLM's engine runs in its own process, because its Transformers backend changes the classes of the replay.
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"}
     status = 0
     try:

@@ -79,7 +79,10 @@ def _print_section(title: str, lines: Iterable[str]) -> None:
 
 
 def _run_checks(checks: Iterable[tuple[str, Callable[[], str | None]]]) -> int:
-    """Prints a line for each check, with the fix of an error or the reason why it could not look; 1 for any error."""
+    """Prints a line for each check, with the fix of an error or the reason why the check could not be made.
+
+    Returns 1 where a check is an error, else 0.
+    """
     failed = 0
     for label, check in checks:
         try:

@@ -32,10 +32,10 @@ def usage(command: str, argv: Sequence[str]) -> str:
 def run_list(argv: Sequence[str], *, report: Report) -> int:
     """usage: ngrpo list [NAME | compatibility]
 
-    All perturbations, gates, advantages and the other kinds of `ngrpo new`: in the
-    tree, of installed packages, and their papers. With a name: its options with
-    ranges and defaults. compatibility: the table of refused combinations
-    (docs/compatibility.md).
+    Lists all perturbations, gates, advantages and the other kinds of `ngrpo new`,
+    from the tree and from installed packages, with their papers. With a name: its
+    options with ranges and defaults. compatibility: the table of refused
+    combinations (docs/compatibility.md).
 
     examples
       ngrpo list
@@ -118,8 +118,9 @@ def run_check(argv: Sequence[str], *, report: Report) -> int:
 def run_new(argv: Sequence[str], *, report: Report) -> int:
     """usage: ngrpo new KIND NAME [FOLDER]
 
-    Writes NAME.py, a small one that works, and test_NAME.py into the folder [the
-    current one]. Change the formula in the first and the numbers in the second.
+    Writes NAME.py, a small working example of its KIND, and test_NAME.py into the
+    folder [the current one]. Change the formula in the first and the numbers in the
+    second.
 
     {kinds}
 

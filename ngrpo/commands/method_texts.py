@@ -89,7 +89,9 @@ def described(name: str) -> str:
         if kind_registry is registry.perturbations:
             own_names = {field.name for field in own}
             of_gate = [field.name for field in dataclasses.fields(Perturbation) if field.name not in own_names]
-            texts.append(f"and of the gate, as every perturbation: {', '.join(of_gate)} (ngrpo train --help)")
+            texts.append(
+                f"options of the gate, which every perturbation has: {', '.join(of_gate)} (ngrpo train --help)"
+            )
             kind_registry.check_complete(cls, name)
     return "\n\n".join(texts)
 
@@ -97,7 +99,7 @@ def described(name: str) -> str:
 def _kinds_of(name: str, command: str) -> list[registry.Registry]:
     """The registries that have a name, or the first one that takes a user's file or module.
 
-    Where none takes the file, it is the perturbations', whose error is then the user's.
+    Where none takes the file, the result is the perturbations' registry, whose ``get`` then raises its error.
 
     Raises:
         UsageError: for a name that none has; it begins with ``command``.
@@ -149,7 +151,8 @@ def train_help(usage: str, argv: Sequence[str] = ()) -> str:
         argv: the words of the command line.
 
     Raises:
-        UsageError: for a name after ``--help`` that no method has, or a user's method that cannot be loaded.
+        UsageError: for a name after ``--help`` that no method has, and for a method of another flag that cannot be
+            loaded. A file or module after ``--help`` that cannot be loaded is printed as such.
     """
     names = _words_after_help(argv)
     if names and _ALL not in names:

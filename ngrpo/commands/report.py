@@ -37,7 +37,8 @@ def run(argv: list[str], report: Report) -> int:
     args = parser().read(argv)
     if not args.results:
         raise UsageError(
-            "ngrpo report takes one folder or file, got 0, or several files of samples. See ngrpo report --help."
+            "ngrpo report: no result is given. Give one folder or file of ngrpo compare, diagnose or train, or files of"
+            " samples of ngrpo eval. See ngrpo report --help."
         )
     sample_options = {name: getattr(args, name) for name in ("k", "tau") if getattr(args, name)}
     first = Path(args.results[0]).expanduser()
@@ -45,11 +46,14 @@ def run(argv: list[str], report: Report) -> int:
         from ngrpo.workbench.evaluate import sample_comparison
 
         if args.out:
-            raise UsageError("--out is for the page of one result; files of samples give a table on the screen.")
+            raise UsageError(
+                "--out is for the page of one result; files of samples give a table on the screen. Leave it out."
+            )
         print("\n".join(sample_comparison.lines(args.results, report=report, **sample_options)))
         return 0
     if sample_options:
-        raise UsageError(f"--{next(iter(sample_options))} is for files of samples, and {args.results[0]} is none.")
+        option = next(iter(sample_options))
+        raise UsageError(f"--{option} is for files of samples, and {args.results[0]} is none. Leave --{option} out.")
     _write_report(first, args.out, report)
     return 0
 

@@ -166,7 +166,7 @@ def run(argv: Sequence[str], *, report: console.Report) -> int:
 def _print_for(trainer: str, config: RunConfig) -> int:
     """Prints a run as the command line of another trainer."""
     if trainer != "verl":
-        raise UsageError(f"{parse.PRINT} {trainer}: verl is the one trainer that a run can be printed for.")
+        raise UsageError(f"{parse.PRINT} {trainer}: must be verl. Give {parse.PRINT} verl, or leave it out.")
     lines, untranslated = verl_lines.of_run(complete_run.make_algorithm(config))
     print("python -m verl.trainer.main_ppo \\\n    " + " \\\n    ".join(map(shlex.quote, lines)))
     if untranslated:

@@ -76,10 +76,10 @@ def into_file(path: Path) -> Iterator[None]:
 
 
 def follow(path: Path, ended: Callable[[], bool], every: float = 0.5, start: int = 0) -> Iterator[str]:
-    """The lines of a growing file from byte ``start``, until ``ended`` returns True and all lines have been read.
+    """The lines of a growing file from byte ``start``, until ``ended`` returns True.
 
-    A progress bar's updates are lines too. An empty line follows each look at the file, so that the caller has a turn
-    while nothing is written.
+    A last line without a newline is left out: its writer was stopped half-way. A progress bar's updates are lines too.
+    An empty line follows each look at the file, so that the caller has a turn while nothing is written.
     """
     with path.open(encoding="utf-8", errors="replace") as log:
         log.seek(start)

@@ -98,8 +98,9 @@ def interval(table: np.ndarray, *, share: bool = False) -> Interval:
 
     Args:
         table: one row per seed, one column per problem.
-        share: whether the values are shares. Their interval ends at 0 and 1. Where all seeds have 0, or all have 1, it
-            is Wilson's (J. Am. Stat. Assoc. 22, 1927); over the problems where all seeds agree and have more of them.
+        share: whether the values are shares. Their interval ends at 0 and 1. It is Wilson's (J. Am. Stat. Assoc. 22,
+            1927) where each seed, or with one seed each problem, has exactly 0 or 1. Wilson's is over problems, and not
+            seeds, where all seeds have the same and there are more problems than seeds.
 
     Returns:
         ``value``, ``low`` and ``high`` (None without an interval), and ``over``: ``seeds``, ``problems``, or None for a
@@ -268,8 +269,8 @@ def holm(p_values: Sequence[float]) -> list[float]:
 def detectable(spread: float, pairs: int, comparisons: int = 1, tasks: int = 1) -> float | None:
     """The smallest true difference that a two-sided paired t test finds with a chance of 80%; None without a spread.
 
-    ``spread`` is over ``pairs`` seeds; of several ``tasks`` each has both. The level is Holm's hardest: 0.05 over
-    ``comparisons``.
+    ``spread`` is the standard deviation of the difference over ``pairs`` seeds. With several ``tasks``, each has that
+    many seeds and that spread. The test's level is 0.05 / ``comparisons``, the smallest one of Holm's method.
     """
     if pairs < 2 or spread <= TIE:
         return None

@@ -54,8 +54,8 @@ def load_saved(module: nn.Module, perturbation: Perturbation, model: str, revisi
     for name in ("name", *perturbation.module_options):
         if theirs.get(name) != ours[name]:
             raise UsageError(
-                f"{path} was trained with {name}={theirs.get(name)!r}, this run has {name}={ours[name]!r}. Give it the"
-                f" saved value, or remove the file to start with new parameters."
+                f"{path} was trained with {name}={theirs.get(name)!r}, this run has {name}={ours[name]!r}. Give this"
+                f" run the saved value, or remove the file to start with new parameters."
             )
     try:
         parameters.load(module, load_file(path))

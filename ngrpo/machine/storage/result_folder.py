@@ -77,7 +77,9 @@ def read_json(path: Path) -> Any:
             return value
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, RecursionError) as error:
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}. Make it readable, or give another.") from None
+    except (ValueError, RecursionError) as error:
         why = f"it is not JSON ({error})"
     raise UsageError(f"{path} is damaged: {why}. Restore it, or delete it to have it made again.")
 
@@ -106,11 +108,16 @@ class ResultFolder:
         try:
             try:
                 fcntl.flock(folder.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
+            except (BlockingIOError, PermissionError):
                 holder = os.pread(folder.lock, 32, 0).decode(errors="replace").strip() or "unknown"
                 raise UsageError(
                     f"{path}: another command (process {holder}, or one that it started) is at work in this folder."
                     " Wait for it, stop it, or give another folder."
+                ) from None
+            except OSError as error:
+                raise UsageError(
+                    f"{path}: its file system cannot lock files ({error.strerror}). The lock keeps two commands out of"
+                    " one folder. Give a folder on another file system, such as a local disk."
                 ) from None
             with writing(path):
                 os.ftruncate(folder.lock, 0)
@@ -201,18 +208,17 @@ def folder_for(path: str | None, name: str) -> Path:
 def reserved_folder(path: str | None, name: str) -> Iterator[Path]:
     """Holds the folder that the user gave, or a new one: ``runs/<time>-<name>``, then ``…-2``.
 
-    A folder that was made here is removed where the block fails before it has written a file. Raises ``UsageError``
-    where another process holds the folder, or it cannot be made.
+    A folder that was made here is removed where the block fails before it has written a file, and its parent folder if
+    that is then empty. Raises ``UsageError`` where another process holds the folder, or it cannot be made.
     """
     folder = first = folder_for(path, name)
     new = not path or not folder.exists()
-    for number in count(2):
-        if path:
-            break
+    numbers = count(2)
+    while not path:
         with writing(folder), suppress(FileExistsError):
             folder.mkdir(parents=True)
             break
-        folder = first.with_name(f"{first.name}-{number}")
+        folder = first.with_name(f"{first.name}-{next(numbers)}")
     with ResultFolder.opened(folder):
         try:
             yield folder

@@ -19,7 +19,7 @@ from perturbations.options import Options, option
 ROUNDING = 1e-5
 
 # The numbers besides the rewards that an advantage may need, (P, G, …). step_advantages.py in ngrpo/trainers/openrlhf/
-# has them measured.
+# measures them.
 FURTHER = {
     "counts": "how often each response was seen before",
     "log_probs": "the sum of each response's log-probabilities and the number of its tokens",
@@ -84,8 +84,8 @@ class Advantage(Options, ABC):
         elif further is None or further.shape[:2] != rewards.shape:
             further_shape = None if further is None else tuple(further.shape)
             raise UsageError(
-                f"{label} {self.needs}={further_shape}; a tensor of the rewards' shape {shape} is needed:"
-                f" {FURTHER[self.needs]}."
+                f"{label} {self.needs} has shape {further_shape}; its first two dimensions must be the rewards',"
+                f" {shape}: {FURTHER[self.needs]}."
             )
         for row, column in (~rewards.isfinite()).nonzero().tolist():
             raise UsageError(
@@ -137,7 +137,10 @@ class Advantage(Options, ABC):
             raise UsageError(f"advantage {self.name}: a reward of {float(rewards[0]):g} is {fault}")
 
     def largest(self, size: int) -> float:
-        """The largest |A| among ``size`` compared responses; 0 where it is below 10, at which OpenRLHF clips."""
+        """A bound of |A| among ``size`` compared responses, or 0 where |A| is never above 10, at which OpenRLHF clips.
+
+        Where the bound is above 10, a start widens the clip to it.
+        """
         return 0.0
 
     def flags(self, flags: Flags) -> dict[str, Default]:

@@ -35,6 +35,10 @@ class GroupNorm(Advantage):
         """(r − mean) / (std + 1e-9), with the sample standard deviation."""
         return normalised(rewards)
 
+    def largest(self, size: int) -> float:
+        """A bound of the advantage of an only right response, (n − 1) / √n."""
+        return size**0.5
+
 
 @register("copo")
 @dataclass(frozen=True, kw_only=True)

@@ -34,7 +34,7 @@ class ClipCov(Credit):
             raise UsageError(f"credit option low={self.low}: must be at most high={self.high}.")
 
     def formula(self, tokens: StepTokens) -> Tensor:
-        """0 at max(1, ⌊r N⌋) random tokens with ω_low ≤ Cov ≤ ω_high, else A (§4.2 of the paper).
+        """0 at random tokens with ω_low ≤ Cov ≤ ω_high, at most max(1, ⌊r N⌋) of them, else A (§4.2 of the paper).
 
         A token's draw follows from its seed and its position, in any order of the responses.
         """

@@ -62,7 +62,10 @@ class FirstToken(Credit):
     wrong: str = option("zero", "what responses with A ≤ 0 get there: nothing, or A", choices=("zero", "keep"))
 
     def formula(self, tokens: StepTokens) -> Tensor:
-        """A, but 0 at the first tokens of all other responses of a group in which any has A > 0."""
+        """A, but 0 at first tokens in each group that has a response with A > 0.
+
+        These are the first tokens of all its other responses, or with ``wrong=keep`` of those with A > 0.
+        """
         if not len(tokens.answers):
             return tokens.advantages
         # R responses have a token. What follows is (R,), by response.

@@ -32,8 +32,8 @@ class SecondRound(Options, ABC):
     """Whether its prompt shows a draft, a response of the first round. The responses to it, as many as in the first
     round, are then trained instead, with that prompt and the ordinary ratio."""
 
-    prompts: int = option(6, "prompts that are sampled again when all responses to one are wrong", low=1)
-    answers: int = option(4, "responses to each of them", low=1)
+    prompts: int = option(6, "new prompts made from each prompt whose responses are all wrong", low=1)
+    answers: int = option(4, "responses to each new prompt", low=1)
     wrong: float = option(0.0, "the largest reward of a wrong response")
     shaping: float | None = option(0.1, "γ of the ratio ρ / (ρ + γ); none for PPO's, ρ clipped", above=0.0)
     group: str = option("all", "rewards that advantages compare: of all responses, or kept", choices=("all", "kept"))
@@ -63,7 +63,7 @@ class SecondRound(Options, ABC):
         return 0
 
     def flags(self, flags: Flags) -> dict[str, Default]:
-        """Defaults of OpenRLHF's flags that belong to the method: no KL term, in view of the others."""
+        """Defaults of OpenRLHF's flags that belong to the method, here no KL term; ``flags`` are those given so far."""
         return {"--algo.kl.init_coef": "0"}
 
     def is_needed(self, rewards: Sequence[float]) -> bool:
@@ -71,7 +71,7 @@ class SecondRound(Options, ABC):
         return max(rewards) <= self.wrong
 
     def kept(self, rewards: Sequence[float], size: int, random: Random) -> list[int]:
-        """Which responses of the second round, by their rewards, replace the group's first ones: right ones only.
+        """Which responses of the second round, by their rewards, enter the group from its first place on: right ones.
 
         At most G − 1 of them (G = ``size``), so that a wrong response stays; ``random`` chooses.
         """

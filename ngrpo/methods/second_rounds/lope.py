@@ -24,7 +24,7 @@ _SEAMS = 8
 @register("lope")
 @dataclass(frozen=True, kw_only=True)
 class LoPE(SecondRound):
-    """LoPE: words of *lorem ipsum* in a random order, in front of the prompt's first message."""
+    """LoPE: random words of *lorem ipsum*, a line of their own at the beginning of the prompt's first message."""
 
     paper = "LoPE, arXiv 2605.05566"
 
@@ -34,7 +34,9 @@ class LoPE(SecondRound):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.least > self.most:
-            raise UsageError(f"second round lope: least={self.least}: must be at most most={self.most}.")
+            raise UsageError(
+                f"second round lope: least={self.least}: must be in [1, {self.most}], up to most. Lower it."
+            )
 
     @property
     def room(self) -> int:

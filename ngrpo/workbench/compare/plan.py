@@ -43,7 +43,6 @@ _TRAINING = (
     "--eval.dataset",
     "--eval.split",
     "--eval.steps",
-    "--eval.temperature_",
     "--eval.n_samples",
 )
 # The prefixes of flags for other commands, each with the training flags that share the prefix.
@@ -64,7 +63,10 @@ class _Words(NamedTuple):
     training: list[str]
 
     def over(self, file: _Words) -> _Words:
-        """These words of a command line and those of a file, of which they replace what sets the same."""
+        """These words of a command line together with those of a file.
+
+        They replace the file's for the same setting; ``--strategy``, and ``--sweep`` of another key, add to the file's.
+        """
         own = defaultdict[str, list[str]](list, file.own)
         swept = {swept_key(text) for text in self.own.get("sweep", [])}
         own["sweep"] = [text for text in file.own.get("sweep", []) if swept_key(text) not in swept]
@@ -81,7 +83,7 @@ class _Words(NamedTuple):
         return values[-1] if values else None
 
     def listed(self, name: str) -> list[str]:
-        """The values with commas between of one of our flags; UsageError where one is empty."""
+        """The comma-separated values of one of our flags; UsageError where one is empty."""
         text = self.last(name)
         if text is None:
             return []
@@ -420,7 +422,7 @@ def _values_of(flags: Flags, same_settings: Mapping[str, str]) -> dict[str, str]
 
 def _drawn_line(arm: Arm) -> str:
     """The arm for ``ngrpo diagnose --strategy``, with every option that changes the rollouts of the first step."""
-    with suppress(UsageError):  # needs a training, or its length
+    with suppress(UsageError):  # its schedule follows a training, or its noise depends on the training's length
         policy = policy_of(arm)
         if policy.run.sampling_schedule is not None or policy.scale:
             further = [f"{key}={value}" if value else f"--{key}" for key, value in arm.rollouts.items()]

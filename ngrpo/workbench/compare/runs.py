@@ -134,7 +134,7 @@ def _possible_paths(spec: Mapping[str, Any]) -> list[str]:
 
 def is_evaluated(plan: Plan, model: str, folder: ComparisonFolder, path: Path) -> bool:
     """Whether the untrained model's evaluation is there; one of other problems, weights or versions is removed."""
-    argv = eval_argv(plan, model, path)
+    argv = eval_argv(plan, model, Path(path.name))  # which stays the same where the comparison's folder moves
     causes = [argv, contents(argv), packaged.fingerprint(model), versions()]
     if folder.read(f"{path.name}.json") != causes:
         shutil.rmtree(path, ignore_errors=True)
@@ -201,7 +201,8 @@ def command(argv: Sequence[str], log: Path, lock: int, on_step: OnStep | None = 
     """Runs an ``ngrpo`` command with its output in a file; ``on_step`` gets the lines of :data:`PROGRESS` next to it.
 
     Returns:
-        The most memory that it and its processes held, in bytes; None where it is unknown, as on a Ray cluster.
+        The largest sum of :func:`_memory` while it ran, in bytes; None without ``on_step``, and where it is unknown, as
+        on a Ray cluster.
 
     Raises:
         CommandFailed: for an exit code other than 0.
@@ -224,7 +225,7 @@ def command(argv: Sequence[str], log: Path, lock: int, on_step: OnStep | None = 
     try:
         for line in follow(log.with_name(PROGRESS) if on_step else log, lambda: process.poll() is not None):
             began = time.monotonic()
-            if began >= next_reading:
+            if on_step and began >= next_reading:
                 peak = max(peak, _memory(process.pid))
                 ended = time.monotonic()
                 next_reading = ended + max(_MEMORY_EVERY_SECONDS, (ended - began) / _MEMORY_SHARE)
@@ -264,7 +265,9 @@ def _die_with_parent() -> None:
 
 
 def _memory(pid: int) -> int:
-    """Bytes that a process and its children hold: proportional set size, and GPU memory if any."""
+    """Bytes of host memory that a process and its children hold (proportional set size), and of GPU memory that all
+    processes use on all of this machine's GPUs.
+    """
     import psutil
 
     total = 0
@@ -287,6 +290,7 @@ class Screen:
         """For ``total`` runs, of which the finished ones ``took`` seconds each."""
         self._total = total
         self._took = list(took)
+        self._ended = len(self._took)
 
     def begin(self, number: int, run: Run) -> None:
         """A run starts; ``number`` counts from 1."""
@@ -303,16 +307,17 @@ class Screen:
         training = (steps - step) * seconds
         # Each run takes as long as the finished ones did; the first one goes by its own steps.
         whole_run = sum(self._took) / len(self._took) if self._took else passed + training
-        later_runs = (self._total - len(self._took) - 1) * whole_run
+        later_runs = (self._total - self._ended - 1) * whole_run
         left = max(training, whole_run - passed) + later_runs
         self._say(f"step {step}/{steps}: reward {line['reward']:.3f}, {seconds:.0f} s, about {span(left)} left")
 
     def end(self, record: Mapping[str, Any], evaluation: Mapping[str, Any] | None) -> None:
         """The current run has ended."""
-        self._took.append(time.monotonic() - self._began)
+        self._ended += 1
         if record["status"] == "failed":
             self._say(f"FAILED: {str(record['error']).splitlines()[0]} (log: {record['log']})")
             return
+        self._took.append(time.monotonic() - self._began)
         score = f", Mean@{evaluation['n']} {evaluation['mean_at_n']:.3f}" if evaluation else ""
         warnings = unscored_warnings("warning", unscored(evaluation or {}))
         self._say("; ".join([f"done in {span(record['seconds'])}{score}", *warnings]))

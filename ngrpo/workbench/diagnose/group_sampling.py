@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 _CONCURRENT = 64
 _WARM_UP_TOKENS = 16
-# With this many inputs the standard error of a fraction is at most 0.01.
+# The standard error of a fraction of this many inputs is at most 0.5 / √2048 = 0.011.
 _MOST_INPUTS = 2048
 
 # --- samples ----------------------------------------------------------------------------------------
@@ -163,7 +163,10 @@ def attached(llm: LLM) -> AttachedPerturbation:
 
 
 def put(llm: LLM, arm: Arm, schedule: SamplingSchedule | None = None) -> None:
-    """Gives the engine an arm's perturbation and sampling schedule; ``none`` runs the same code and noise."""
+    """Gives the engine an arm's perturbation and sampling schedule.
+
+    An unperturbed arm gets the perturbation ``none``, so that it runs the same code with the same draws.
+    """
     from ngrpo.rollout import set_perturbation
 
     attached(llm).schedule = schedule  # read by set_perturbation
@@ -274,7 +277,7 @@ def fed_inputs(
     embeddings: ModelEmbeddings,
     module: nn.Module | None,
 ) -> dict[str, float | None]:
-    """Where perturbed inputs lie among the embeddings: at most 2,048, evenly spaced; None where there are none.
+    """Where perturbed inputs lie among the embeddings, by at most 2,048 of them, evenly spaced; None where none is.
 
     Returns:
         ``anchor_nearest``, the fraction nearest to the anchor, the heaviest candidate; ``text_nearest``,

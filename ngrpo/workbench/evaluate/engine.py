@@ -139,7 +139,7 @@ class RolloutPolicy:
 
     @property
     def scale(self) -> float:
-        """σ of the weights at the step; 0 where there is no noise."""
+        """σ of the noise on the weights at the step; 0 where there is no noise."""
         noise = self.run.policy_noise
         if noise is None:
             return 0.0

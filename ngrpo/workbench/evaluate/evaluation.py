@@ -61,7 +61,7 @@ def evaluate(
         model: a packaged name, a folder or a hub name; or a live, idle ``vllm.LLM``. A live engine takes
             ``perturbation`` only if it was built with one, and keeps it afterwards.
         problems: with distinct ids.
-        k: for Pass@k, each in [1, n]; None: those of 1, 4, 8, 16, 32.
+        k: for Pass@k, each in [1, n]; None: those of 1, 4, 8, 16, 32 up to n.
         perturbation: a spec; None: the model as it is.
         policy: sampling schedule and noise on the weights; like the next two not for a live engine.
         hardware: the hardware profile.
@@ -169,9 +169,11 @@ def _checked_length(model: str, longest_prompt: int, sampling: engines.Sampling)
     length = longest_prompt + sampling.max_tokens
     limit = getattr(AutoConfig.from_pretrained(model), "max_position_embeddings", None)
     if isinstance(limit, int) and length > limit:
+        room = limit - longest_prompt
+        fix = f"Use at most --max-tokens {room}." if room > 0 else "Leave that problem out, or use another model."
         raise UsageError(
-            f"--max-tokens {sampling.max_tokens}: with the longest prompt that is {length} positions, and"
-            f" {model} has {limit}. Use at most --max-tokens {max(1, sampling.max_tokens - length + limit)}."
+            f"--max-tokens {sampling.max_tokens}: the longest prompt has {longest_prompt} tokens, so a response may"
+            f" need {length} positions, and {model} has {limit}. {fix}"
         )
     return length
 

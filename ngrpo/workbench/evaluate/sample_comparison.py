@@ -172,7 +172,7 @@ def _difference_cells(difference: statistics.Interval | None) -> list[str]:
 
 
 def _paired(files: Sequence[SampleFile]) -> tuple[str, list[tuple[str, ...]]]:
-    """How problems are paired, and for each that all files have its names in them.
+    """How problems are paired, and for each common problem its id in each file.
 
     A question with two references is two problems, so prompts alone pair only where a file has no references.
     """

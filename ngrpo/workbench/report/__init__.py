@@ -70,7 +70,9 @@ def load(path: Path) -> tuple[dict[str, Any], Path]:
     names = [kind.file for kind in _KINDS.values()]
     file = next((path / name for name in names if (path / name).is_file()), path)
     if file.is_dir():
-        raise UsageError(f"{path} has neither {' nor '.join(names)}. Give a folder that one of our commands wrote.")
+        raise UsageError(
+            f"{path} has neither {' nor '.join(names)}. Give a folder of ngrpo compare, diagnose or train."
+        )
     data = read_json(file)
     if data is None and not file.exists():
         raise UsageError(f"{file}: there is no such file or folder. Give a folder, {' or '.join(names)}.")
@@ -85,7 +87,9 @@ def load(path: Path) -> tuple[dict[str, Any], Path]:
             f" `{kind.command}` wrote."
         )
     if version > FORMAT:
-        raise UsageError(f"{file}: format {version} is newer than this ngrpo knows ({FORMAT}). Update ngrpo.")
+        raise UsageError(
+            f"{file}: format {version} is newer than {FORMAT}, the newest that this ngrpo reads. Update it."
+        )
     for key in kind.lists:
         if not isinstance(data.get(key), list):
             raise UsageError(

@@ -75,8 +75,9 @@ def _title(results: Mapping[str, Any]) -> str:
     others = [row.get("id") for row in rows(results, "strategies") if row.get("id") != baseline]
     if not others:
         return _named([baseline or "Comparison"])
-    against = baseline or (len(others) > _MOST_NAMES and "each other")
-    return f"{_named(others)} against {_named([against])}" if against else _named(others)
+    if baseline:
+        return f"{_named(others)} against {_named([baseline])}"
+    return f"{_named(others)} against each other" if len(others) > _MOST_NAMES else _named(others)
 
 
 def _created(results: Mapping[str, Any]) -> str:
@@ -159,15 +160,21 @@ def diagnosis(diagnosis: Mapping[str, Any], series: Mapping[str, Series]) -> dic
 
 
 def _against(row: Mapping[str, Any], baseline: Mapping[str, Any], axis: str, adjective: str) -> str:
-    """``more diverse (0.61 against 0.35)``, or that the intervals overlap."""
+    """``more diverse (0.61 against 0.35)``, or that the paired difference is within noise.
+
+    A diagnosis without paired differences, which has no unperturbed arm, says instead whether the intervals overlap.
+    """
     score = number(row, axis, "score")
     baseline_score = number(baseline, axis, "score")
     if score is None or baseline_score is None:
         return f"{axis} unknown"
     pair = f"{format_number(score)} against {format_number(baseline_score)}"
+    within_noise = dig(row, "difference", axis, "within_noise")
+    if within_noise:
+        return f"{axis} {pair}, within noise"
     interval = values.ends(dig(row, "intervals", axis))
     baseline_interval = values.ends(dig(baseline, "intervals", axis))
-    if interval and baseline_interval and _overlap(interval, baseline_interval):
+    if within_noise is None and interval and baseline_interval and _overlap(interval, baseline_interval):
         return f"{axis} {pair}, the intervals overlap"
     if score == baseline_score:
         return f"equally {adjective} ({pair})"

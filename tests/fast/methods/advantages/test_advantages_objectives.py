@@ -284,6 +284,14 @@ def test_rs_grpo_is_the_gradient_of_the_risk_sensitive_objective(beta: float) ->
             "64",
             id="rs_grpo",
         ),
+        pytest.param(
+            {"name": "group_norm"},
+            128,
+            1.0,
+            127.0 / 128.0**0.5,
+            "12",
+            id="group_norm",
+        ),
     ],
 )
 def test_a_rare_right_response_is_not_clipped(
@@ -297,6 +305,7 @@ def test_a_rare_right_response_is_not_clipped(
 
 def test_openrlhf_s_own_clip_stays_where_it_is_enough() -> None:
     assert clip_range("--rollout.n_samples_per_prompt 11", {"name": "maxrl"}) is None
+    assert clip_range("--rollout.n_samples_per_prompt 100", {"name": "group_norm"}) is None
     assert clip_range("--rollout.n_samples_per_prompt 8", {"name": "rs_grpo", "beta": 1.0}) is None
 
 

@@ -386,6 +386,8 @@ def test_an_evaluation_before_training_of_other_problems_is_made_again(
         assert not runs.is_evaluated(comparison, "model", folder, untrained)
         folder.write("untrained/evaluation.json", {})
         assert runs.is_evaluated(comparison, "model", folder, untrained)
+    # By another path to the same folder, as where it has moved.
+    assert runs.is_evaluated(comparison, "model", folder, folder.path / ".." / folder.path.name / "untrained")
 
 
 def finished_run(arm: str, seed: int, correct: int) -> dict[str, Any]:

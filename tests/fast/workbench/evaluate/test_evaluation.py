@@ -332,8 +332,12 @@ def test_a_response_may_fill_the_context(llm: MadeUp, tmp_path: Path, monkeypatc
     evaluate(str(model), PROBLEMS, out=tmp_path / "fits", n=1, sampling=fitting, hardware="cpu")
 
     too_long = Sampling(max_tokens=15)
-    with pytest.raises(UsageError, match=r"that is 21 positions, and .* has 20\. Use at most --max-tokens 14\."):
+    with pytest.raises(UsageError, match=r"may need 21 positions, and .* has 20\. Use at most --max-tokens 14\."):
         evaluate(str(model), PROBLEMS, out=tmp_path / "long", n=1, sampling=too_long, hardware="cpu")
+
+    (model / "config.json").write_text('{"model_type": "llama", "max_position_embeddings": 6}')
+    with pytest.raises(UsageError, match=r"has 6 tokens, .* Leave that problem out, or use another model\."):
+        evaluate(str(model), PROBLEMS, out=tmp_path / "full", n=1, sampling=fitting, hardware="cpu")
 
 
 def test_a_response_that_timed_out_in_scoring_is_not_called_unreadable() -> None:
