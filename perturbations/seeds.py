@@ -42,21 +42,32 @@ def of_row_and_prompt(tokens: Sequence[int], row: int) -> int:
     return trajectory_seed(np.asarray(tokens, dtype=np.int64).tobytes(), row)
 
 
+class RoundCounts:
+    """Counts how often each key has come in a round, such as equal rows of a training step."""
+
+    def __init__(self) -> None:
+        self._round = 0
+        self._counts: Counter[str] = Counter()  # in this round
+
+    def next(self, key: str, round_: int) -> int:
+        """The number of the key among its equals in a round, from 0."""
+        if round_ != self._round:
+            self._round = round_
+            self._counts = Counter()
+        number = self._counts[key]
+        self._counts[key] += 1
+        return number
+
+
 class ResponseNumbers:
     """Numbers the responses to each prompt of a training: the same in every run, resumed or not."""
 
     def __init__(self) -> None:
-        self._round = 0
-        self._responses: Counter[str] = Counter()  # by prompt, in this round
+        self._counts = RoundCounts()
 
     def next(self, prompt: str, round_: int) -> int:
         """The number of the next response to a prompt in a round."""
-        if round_ != self._round:
-            self._round = round_
-            self._responses = Counter()
-        number = self._responses[prompt]
-        self._responses[prompt] += 1
-        return round_ * MOST_RESPONSES + number
+        return round_ * MOST_RESPONSES + self._counts.next(prompt, round_)
 
 
 class PromptCounts:

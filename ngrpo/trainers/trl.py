@@ -11,7 +11,7 @@ Needs ``pip install --no-deps trl==1.16.0``; docs/integrations.md says what is a
 
 import inspect
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from itertools import islice
 from typing import Any
@@ -28,6 +28,7 @@ from ngrpo.config.feature_kinds import Combination
 from ngrpo.machine.models import lora
 from ngrpo.machine.upstream.versions import installed
 from ngrpo.rollout import records, settings
+from ngrpo.trainers.common.sample_records import check_lengths
 from ngrpo.trainers.common.weights_file import reload_weights
 from ngrpo.trainers.trl_head import corrected_head
 from perturbations import FinishedTrajectory, UsageError, registry, replaying, seeds
@@ -116,7 +117,11 @@ class PerturbedGRPOTrainer(GRPOTrainer):
         # vLLM counts its requests, and returns them in their order.
         rollouts = [by_name[name] for name in sorted(by_name, key=int)]
         self._rollouts[trains] = rollouts
-        _check_lengths(rollouts, prompt_ids, completion_ids=result[0])
+        if len(rollouts) != len(prompt_ids):
+            raise RuntimeError(f"{len(rollouts)} records of {len(prompt_ids)} rollouts were handed over.")
+        completion_ids = result[0]
+        for rollout, prompt, completion in zip(rollouts, prompt_ids, completion_ids, strict=True):
+            check_lengths(rollout.record, len(prompt), len(completion), "a rollout of TRL's")
         return result
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -197,23 +202,6 @@ class PerturbedGRPOTrainer(GRPOTrainer):
         if self._on_policy_batch is not None:
             self._note_gap(log_probs.detach(), self._on_policy_batch)
         return (log_probs, *rest)
-
-
-def _check_lengths(
-    rollouts: Sequence[FinishedTrajectory], prompt_ids: Sequence[list[int]], completion_ids: Sequence[list[int]]
-) -> None:
-    """Raises ``RuntimeError`` unless each rollout has a record, of as many tokens as TRL has."""
-    if len(rollouts) != len(prompt_ids):
-        raise RuntimeError(f"{len(rollouts)} records of {len(prompt_ids)} rollouts were handed over.")
-    for rollout, prompt, completion in zip(rollouts, prompt_ids, completion_ids, strict=True):
-        record = rollout.record
-        generated = record.num_tokens - record.prompt_tokens
-        if record.prompt_tokens != len(prompt) or generated < len(completion):
-            raise RuntimeError(
-                f"a record has {record.prompt_tokens} + {generated} tokens of prompt and response, and TRL's rollout"
-                f" {len(prompt)} + {len(completion)}: it would be replayed at other tokens. The engine was given"
-                " another prompt than TRL's, or a callback changed the tokens."
-            )
 
 
 def _check_release() -> None:

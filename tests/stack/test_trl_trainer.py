@@ -238,8 +238,8 @@ def test_evaluation_is_perturbed_where_the_perturbation_says_so(
     ("prompt", "completion", "message"),
     [
         (3, 2, None),
-        (7, 2, r"3 \+ 2 tokens of prompt and response, and TRL's rollout 7 \+ 2"),  # of a picture, for example
-        (3, 4, r"TRL's rollout 3 \+ 4"),
+        (7, 2, r"has 7 \+ 2 tokens of prompt and response, its record has 3 \+ 2"),  # of a picture, for example
+        (3, 4, r"has 3 \+ 4 tokens of prompt and response, its record has 3 \+ 2"),
     ],
 )
 def test_a_record_of_other_tokens_is_an_error(

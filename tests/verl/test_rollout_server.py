@@ -19,7 +19,7 @@ from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
 
 from ngrpo.rollout.check_texts import record_of
 from ngrpo.trainers.verl import rollout_server
-from perturbations import FinishedTrajectory, registry
+from perturbations import FinishedTrajectory, registry, seeds
 
 KEY = rollout_server.KEY
 
@@ -28,8 +28,7 @@ class Manager(rollout_server.PerturbedAgentLoopManager):
     """The manager without workers."""
 
     def __init__(self) -> None:
-        self._step = -1
-        self._copies = rollout_server.Counter()
+        self._copies = seeds.RoundCounts()
 
 
 def batch_of(texts: list[str], step: int, validate: bool = False) -> Any:

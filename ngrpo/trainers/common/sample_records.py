@@ -237,6 +237,19 @@ def unpack(side_inputs: Sequence[Any] | None) -> list[FinishedTrajectory | None]
     return trajectories
 
 
+def check_lengths(record: ReplayRecord, prompt: int, response: int, sample: str) -> None:
+    """Raises ``RuntimeError`` for the record of another sample than one with so many tokens; ``sample`` names that one.
+
+    The record may be of a longer response, whose end was cut off before the training.
+    """
+    generated = record.num_tokens - record.prompt_tokens
+    if record.prompt_tokens != prompt or generated < response:
+        raise RuntimeError(
+            f"{sample} has {prompt} + {response} tokens of prompt and response, its record has {record.prompt_tokens} +"
+            f" {generated}: tokens were added or cut in front between rollout and training."
+        )
+
+
 def part_of_each(trajectories: Sequence[FinishedTrajectory | None], batch: int, part: str, missing: str) -> list[Any]:
     """An attribute of each sample's trajectory; RuntimeError, with ``missing``, where one has none.
 

@@ -25,6 +25,7 @@ from verl.workers.utils.padding import build_attention_mask_from_nested
 
 from ngrpo.rollout.settings import KEY
 from ngrpo.trainers.common.log_probs import Densities, MaskCorrection, sampling_masks
+from ngrpo.trainers.common.sample_records import check_lengths
 from perturbations import FinishedTrajectory, registry
 from perturbations.errors import UsageError, require
 from perturbations.replay.sampling_mask import SamplingMask
@@ -58,13 +59,7 @@ def trajectories(batch: TensorDict) -> list[FinishedTrajectory | None]:
                 " see. A custom agent loop must pass on the extra_fields of what generate() returns."
             )
         trajectory = FinishedTrajectory.unpack(packed)
-        start = trajectory.record.prompt_tokens
-        end = trajectory.record.num_tokens
-        if start != prompt or end < prompt + response:
-            raise RuntimeError(
-                f"sample {name} has {prompt} + {response} tokens of prompt and response, its record has {start} +"
-                f" {end - start}: tokens were added or cut in front between rollout and training."
-            )
+        check_lengths(trajectory.record, prompt, response, f"sample {name}")
         result.append(trajectory)
     return result
 

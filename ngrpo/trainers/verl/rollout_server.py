@@ -4,7 +4,6 @@
 import dataclasses
 import uuid
 from argparse import Namespace
-from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -86,21 +85,15 @@ class PerturbedAgentLoopManager(AgentLoopManagerTQ):
         super().__init__(*args, **kwargs)
         upstream = AgentLoopWorkerTQ.__ray_metadata__.modified_class.__ray_actor_class__
         self.agent_loop_workers_class = ray.remote(perturbed_worker(upstream))
-        self._step = -1
-        self._copies: Counter[tuple[bool, str, str]] = Counter()  # of each row in this step
+        self._copies = seeds.RoundCounts()  # of each row in a step
 
     def generate_sequences(self, prompts: TensorDict) -> None:
         """As verl's, with the number of each row among equal rows of the step."""
         step = int(tu.get(prompts, "global_steps"))
-        if step != self._step:
-            self._step = step
-            self._copies.clear()
         validates = bool(tu.get(prompts, "validate", False))
         numbers = []
         for index, messages in zip(of_each_sample(prompts, "index"), of_each_sample(prompts, "raw_prompt")):
-            row = (validates, str(index), str(messages))
-            numbers.append(self._copies[row])
-            self._copies[row] += 1
+            numbers.append(self._copies.next(f"{validates} {index} {messages}", step))
         prompts[_COPY] = torch.tensor(numbers)
         super().generate_sequences(prompts)
 
