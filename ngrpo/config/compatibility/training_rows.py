@@ -113,10 +113,10 @@ _MODEL = (
         fix="use --ds.zero_stage 2",
     ),
     Row(
-        what=features.AUXILIARY_LOSS,
-        conflicts_with=features.dense,
-        why="it weighs the balance of a model's experts",
-        fix="leave it out",
+        what=features.dense,
+        conflicts_with=features.AUXILIARY_LOSS,
+        why="the coefficient weighs the balance of a model's experts",
+        fix="leave --actor.aux_loss_coef out",
     ),
     Row(
         what=features.AUXILIARY_LOSS,
