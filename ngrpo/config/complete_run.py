@@ -99,7 +99,7 @@ class CompleteRun:
         return replace(self, flags=Flags(given, added))
 
     def to_run(self) -> RunConfig:
-        """The run with its complete flags, as `run.yaml` and every Ray worker have it."""
+        """The run with its complete flags, as every Ray worker has it."""
         return replace(self.run, openrlhf=tuple(self.flags.argv), hardware=self.run.profile.name)
 
 
@@ -112,7 +112,16 @@ Layer = Callable[[CompleteRun], dict[str, Default]]
 _OUTPUTS = {"--ckpt.output_dir": "model", "--ckpt.path": "checkpoints", "--logger.tensorboard_dir": "tensorboard"}
 # Another flag that sets the same thing: where the user gives it, the default of ours would override it silently.
 _SAME_SETTING = {"--actor.eps_clip_low_high": "--actor.eps_clip"}
-UNPREPARED: dict[str, Default] = dict.fromkeys(("--data.prompt_dataset", "--reward.remote_url"), "of the task")
+# OpenRLHF would not read these flags beside the one of the task.
+_IN_PLACE_OF_TASKS = {
+    "--reward.remote_url": ("--reward.model_name_or_path", "--train.agent_func_path"),
+    "--data.apply_chat_template": ("--data.input_template",),
+}
+UNPREPARED: dict[str, Default] = {
+    "--data.prompt_dataset": "of the task",
+    "--data.apply_chat_template": None,
+    "--reward.remote_url": "of the task",
+}
 """Stand-in flags for a task without files: OpenRLHF's parser refuses flags without a dataset and a reward."""
 
 
@@ -185,17 +194,25 @@ def of_placement(complete: CompleteRun) -> dict[str, Default]:
     """
     if complete.machine is None:
         return {}
-    # Noise on the weights and their moving average need each parameter whole on every GPU.
-    whole_parameters = complete.run.policy_noise is not None or complete.flags.has("--train.enable_ema")
-    parseable = complete.flags.with_defaults(of_task(complete))
-    return gpu_plan.default_flags(parseable, complete.machine, whole=whole_parameters)
+    flags = complete.flags
+    uses_muon = "muon" in (flags.value("--actor.optim"), flags.value("--critic.optim"))
+    # Noise on the weights, their moving average, 4-bit weights and Muon need each parameter whole on every GPU.
+    has_feature = flags.has("--train.enable_ema", "--ds.load_in_4bit")
+    whole_parameters = complete.run.policy_noise is not None or has_feature or uses_muon
+    parseable = flags.with_defaults(of_task(complete))
+    return gpu_plan.default_flags(parseable, complete.machine, whole=whole_parameters, may_offload=not uses_muon)
 
 
 def of_task(complete: CompleteRun) -> dict[str, Default]:
-    """The dataset and the reward of ``--task``; stand-ins as long as its files are not prepared."""
+    """The dataset and the reward of ``--task``, but for those in whose place the user gives others.
+
+    They are stand-ins as long as the task's files are not prepared.
+    """
     if complete.run.task is None:
         return {}
-    return UNPREPARED if complete.task_files is None else complete.task_files.flags
+    defaults = UNPREPARED if complete.task_files is None else complete.task_files.flags
+    given = complete.flags
+    return {name: value for name, value in defaults.items() if not given.has(*_IN_PLACE_OF_TASKS.get(name, ()))}
 
 
 def of_limits(complete: CompleteRun) -> dict[str, Default]:
@@ -232,8 +249,13 @@ def make_algorithm(run: RunConfig) -> CompleteRun:
     versions.check_stack()
     flag_checks.check(flags)
     complete = CompleteRun(run=run, flags=flags).with_models(packaged.check_name).with_layers(*ALGORITHM)
-    compatibility.check(compatibility.TRAINING, Combination(run=run, flags=complete.flags))
+    _check_pairs(complete)
     return complete
+
+
+def _check_pairs(complete: CompleteRun) -> None:
+    """Raises ``UsageError`` for features of the run that cannot be used together, on whatever machine."""
+    compatibility.check(compatibility.TRAINING, Combination(run=complete.run, flags=complete.flags))
 
 
 Check = Callable[[CompleteRun], None]
@@ -260,7 +282,9 @@ def make(run: RunConfig, *, before_machine: Check | None = None, before_task: Ch
     if run.task is not None:
         with suppress(UsageError):  # check_data of ngrpo/config/rules.py reports it
             complete = replace(complete, task_files=prepare_task(run.task))
-    return complete.with_layers(*DATA)
+    complete = complete.with_layers(*DATA)
+    _check_pairs(complete)  # again, with the flags of all layers
+    return complete
 
 
 def machine_of(run: RunConfig) -> placement.Machine | None:

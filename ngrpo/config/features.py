@@ -175,12 +175,17 @@ def kl_term(combination: Combination) -> str:
     return f"{KL} {coefficient}" if combination.flags.has(KL) else f"{KL} {coefficient} (OpenRLHF's default)"
 
 
+def _has_function(combination: Combination) -> bool:
+    """Whether a file, a server or a task scores the responses."""
+    return bool(combination.flags.value("--reward.remote_url") or combination.run.task)
+
+
 CRITIC = when(f"{ESTIMATOR} gae", lambda combination: combination.value(ESTIMATOR) == "gae")
 NO_CRITIC = other_than(ESTIMATOR, "gae")
 ONE_ANSWER = when(f"{SIZES[1]} 1", lambda combination: combination.value(SIZES[1]) == "1")
 LATE_REWARD = when(
     "a reward model",
-    lambda combination: not combination.flags.value("--reward.remote_url") and not combination.run.task,
+    lambda combination: combination.flags.has("--reward.model_name_or_path") or not _has_function(combination),
 )
 EVAL_AT_START = when("--eval.at_start", lambda combination: combination.run.eval_at_start)
 REPRODUCIBLE = when("--reproducible", lambda combination: combination.run.reproducible)

@@ -19,7 +19,7 @@ from ngrpo.config.number_rules import NumberRule
 from ngrpo.config.run import RunConfig
 from ngrpo.machine.models import conversation, packaged
 from ngrpo.machine.upstream import placement
-from ngrpo.machine.upstream.openrlhf_flags import Default, Flag, Flags
+from ngrpo.machine.upstream.openrlhf_flags import Default, Flag, Flags, check_words
 from perturbations.errors import UsageError, nearest
 
 # --- values -----------------------------------------------------------------------------------------
@@ -49,8 +49,9 @@ _WORDS = {
 
 
 def check(flags: Flags) -> None:
-    """Raises ``UsageError`` for a value that OpenRLHF cannot use, and for no model."""
+    """Raises ``UsageError`` for a flag or a value that OpenRLHF cannot use, and for no model."""
     packaged.check_name(flags.value(MODEL))
+    check_words(flags)
     for flag in flags:
         must_be = _violated_rule(flag, flags)
         if must_be:
@@ -67,7 +68,8 @@ def _violated_rule(flag: Flag, flags: Flags) -> str:
     if flag.name in _WORDS:
         return _violated_choice(flag.name, value)
     if flag.name == "--data.input_template":
-        return "" if conversation.is_input_template(value) else conversation.INPUT_TEMPLATES
+        is_read = "{}" in value  # OpenRLHF leaves any other form, such as {0}, out
+        return "" if is_read and conversation.is_input_template(value) else conversation.INPUT_TEMPLATES
     if flag.name == "--data.prompt_probs":
         names = (flags.value("--data.prompt_dataset") or "").split(",")
         shares = [number_rules.number(share, float) for share in value.split(",")]
@@ -193,6 +195,9 @@ def check_output(flags: Flags, run: RunConfig) -> None:
     outputs = {"--run-dir": run.run_dir, "--log-file": run.log_file}
     for flag_name in _OUTPUTS:
         outputs[flag_name] = flags.value(flag_name)
+        name = outputs[flag_name] or ""
+        if name.startswith("~"):
+            raise UsageError(f"{flag_name} {name}: OpenRLHF does not expand '~'. Write {Path(name).expanduser()}.")
     for flag_name, name in outputs.items():
         if not name:
             continue

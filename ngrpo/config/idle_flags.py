@@ -142,7 +142,10 @@ def notes(complete: CompleteRun) -> Iterator[str]:
     defaults = {action.dest: action.default for action in actions()}
     for name in dict.fromkeys(flag.name for flag in by_user):
         setting = name.removeprefix("--")
-        if setting not in defaults or args[setting] == defaults[setting]:  # it says what OpenRLHF does anyway
+        if setting not in defaults:
+            continue
+        # OpenRLHF itself sets some arguments without effect to None, whatever the user gave.
+        if args[setting] is not None and args[setting] == defaults[setting]:  # it says what OpenRLHF does anyway
             continue
         for need in NEEDS:
             if any(fnmatchcase(name, pattern) for pattern in need.flags.split()) and not need.holds(args):

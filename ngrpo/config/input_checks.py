@@ -296,6 +296,7 @@ def check_folder(flags: Flags, run: RunConfig) -> str | None:
         return None  # `rules` has a check of its own for a model that is not there
     config = architecture.read_config(config_path)
     _check_context(name, config, int(flags.or_default(_LENGTH)))
+    _check_generation_config(config_path.with_name("generation_config.json"))
     if _accepts_pictures(flags) and "vision_config" not in config:
         raise UsageError(f"{IMAGES}: the model {name} reads no pictures. Leave the flag out, or give an image model.")
     folder = Path(name).expanduser()
@@ -314,9 +315,25 @@ def check_folder(flags: Flags, run: RunConfig) -> str | None:
     return f"not checked: the folder has no {' and no '.join(missing)}, which a run needs."
 
 
+def _check_generation_config(path: Path) -> None:
+    """Raises ``UsageError`` for a file that transformers loads and refuses to save: the trained model would be lost."""
+    if not path.is_file():
+        return
+    from transformers import GenerationConfig
+
+    try:
+        GenerationConfig.from_pretrained(path.parent).validate(strict=True)
+    except ValueError as error:
+        _, *faults = str(error).splitlines()
+        raise UsageError(
+            f"{path}: transformers loads it and refuses to save it, after the training: {' '.join(faults[:1])} Correct"
+            ' the file (with a temperature, top_p or top_k: add "do_sample": true).'
+        ) from None
+
+
 def _check_context(model: str, config: Mapping[str, Any], longest: int) -> None:
     """Raises ``UsageError`` where the longest sequence of the run exceeds the model's context."""
-    if os.environ.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN") == "1":
+    if os.environ.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "").strip().lower() in ("1", "true"):
         return
     text_config = config.get("text_config")
     if not isinstance(text_config, Mapping):

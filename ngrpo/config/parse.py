@@ -195,9 +195,10 @@ def refuse_boolean(flag: str, file: str, flags: Flags) -> None:
     accepted = _accepted_types(flag, kind, flags)
     # Without types it is a flag of OpenRLHF, or an option that is refused later.
     if accepted and bool not in accepted:
+        off = f"; {key}: none is off" if type(None) in accepted else ""
         raise UsageError(
             f"{CONFIG_FILE} {file}: {key} takes a text or a number. YAML reads yes, no, on and off as true or false:"
-            f' quote the text, {key}: "no".'
+            f' quote the text, {key}: "no"{off}.'
         )
 
 
@@ -223,8 +224,9 @@ def override(earlier: Flags, later: Flags) -> Flags:
     Options without a name stay: they are of the one that the later flags name.
     """
     replaced = {flag.name for flag in later}
-    if replaced & {_MODEL, _ACTOR}:
-        replaced |= {_MODEL, _ACTOR}
+    for names in ((_MODEL, _ACTOR), *ALIASES.items()):  # of one setting
+        if replaced & set(names):
+            replaced |= set(names)
     for root in FLAGS.values():
         if root in replaced and earlier.has(root) and later.value(root) != earlier.value(root):
             options = {flag.name for flag in earlier if flag.name.startswith(f"{root}.")}

@@ -73,8 +73,9 @@ def about_gpus(complete: CompleteRun) -> str:
 
 def check_patches(complete: CompleteRun) -> None:
     """Checks the patches of the training, and vLLM's where the run needs what OpenRLHF lacks."""
-    conditions = complete.run.training_conditions
-    if complete.run.conditions:
+    run = complete.to_run()  # flags of the layers need patches too
+    conditions = run.training_conditions
+    if run.conditions:
         conditions = (*conditions, *patches.VLLM_CONDITIONS)
     patches.check(patches.active(conditions))
 

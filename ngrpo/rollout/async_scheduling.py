@@ -10,6 +10,7 @@
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -28,6 +29,15 @@ STEPS_AT_ONCE = 16
 
 
 # --- copies on their way ------------------------------------------------------------------------------------------
+
+
+class DrawnBatch(NamedTuple):
+    """What a step drew, on the device and on its way to the host."""
+
+    tokens: Tensor  # the next tokens, (B,) int64
+    record: StepRecord  # their log π, and the edits
+    buffer: "HostBuffer | None"  # memory of the host that the record is in; None for memory of its own
+    may_edit: np.ndarray  # slots of the rows that may have got an edit
 
 
 @dataclass(frozen=True)

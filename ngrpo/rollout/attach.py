@@ -18,7 +18,7 @@ from ngrpo.machine.storage.parameters_file import load_saved
 from ngrpo.machine.upstream.types import ModelConfig, RunnerV2, VocabParallelEmbedding
 from ngrpo.rollout.check_texts import reads_tokens_elsewhere
 from ngrpo.rollout.input_override import InputOverride, find_input_embedding, language_model, tables_of_text
-from ngrpo.rollout.output_layer import output_layer_of
+from ngrpo.rollout.output_layer import output_layer_of, runs_v2
 from ngrpo.rollout.perturber import RolloutPerturber
 from ngrpo.rollout.requests import RunningRequests
 from ngrpo.rollout.routed_experts import RoutedExperts
@@ -146,6 +146,8 @@ class AttachedPerturbation:
             masks = SamplingMaskStore(self._vocabulary, store.slots, read_mask_limit(config))
         if self._routed is not None:
             self._routed.restart(store)
+        if hasattr(self, "perturber"):
+            self.perturber.close()
         self.perturber = RolloutPerturber(
             perturbation,
             store,
@@ -188,9 +190,9 @@ class AttachedPerturbation:
                 self.perturber.rehearse(self._example_logits(rows), edits=self._prepares)
 
     def _example_logits(self, rows: int) -> Tensor:
-        """Logits of zeros, (rows, V), in the dtype and with the strides of the model's."""
+        """Logits of zeros, (rows, V), in the dtype and with the strides of those that the runner samples from."""
         padded = -(-self._vocabulary // _VOCABULARY_PADDING) * _VOCABULARY_PADDING
-        dtype = self._runner.model_config.dtype
+        dtype = self._runner.model_config.dtype if runs_v2(self._runner) else torch.float32
         return torch.zeros(rows, padded, dtype=dtype, device=self._runner.device)[:, : self._vocabulary]
 
     def _with_refresh(self, original: Callable[..., None]) -> Callable[..., None]:

@@ -85,6 +85,11 @@ class OutputLayer:
         return self._placeholder
 
 
+def runs_v2(runner: RunnerV1 | RunnerV2) -> bool:
+    """Whether a runner is of vLLM's V2, which has a method of its own for logits and draw."""
+    return hasattr(runner, "sample")
+
+
 def output_layer_of(runner: RunnerV1 | RunnerV2, vocabulary: int) -> OutputLayer | None:
     """The output layer of a runner's model; None where the logits stay outside of graphs.
 
@@ -95,9 +100,8 @@ def output_layer_of(runner: RunnerV1 | RunnerV2, vocabulary: int) -> OutputLayer
     from vllm.model_executor.layers.logits_processor import LogitsProcessor
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
-    runs_v2 = hasattr(runner, "sample")
     config = runner.vllm_config
-    if not runs_v2 or config.parallel_config.world_size > 1 or config.lora_config is not None:
+    if not runs_v2(runner) or config.parallel_config.world_size > 1 or config.lora_config is not None:
         return None
     model = runner.get_model()
     processors = [module for module in model.modules() if isinstance(module, LogitsProcessor)]

@@ -15,7 +15,7 @@ preemption, until its last note is in the store.
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from ngrpo.methods.sampling_schedules.base import NextTokens, SamplingSchedule
 from ngrpo.rollout import step_graphs
-from ngrpo.rollout.async_scheduling import HostBuffer, Note, Notes
+from ngrpo.rollout.async_scheduling import DrawnBatch, HostBuffer, Note, Notes
 from ngrpo.rollout.batch import NO_POSITIONS, Batch, Rows, no_rows
 from ngrpo.rollout.chunks import grown
 from ngrpo.rollout.input_override import PLAIN, InputOverride
@@ -32,7 +32,7 @@ from ngrpo.rollout.routed_experts import RoutedExperts
 from ngrpo.rollout.sampling_support import SamplingMaskStore, SamplingSupport
 from ngrpo.rollout.step_graphs import CaptureFailed, StepGraphs
 from ngrpo.rollout.step_kernels import StepKernels
-from ngrpo.rollout.step_records import SeparateRecord, StepRecord
+from ngrpo.rollout.step_records import SeparateRecord
 from ngrpo.rollout.step_rows import GatedRows, Logits, upload_matrices
 from ngrpo.rollout.trajectories import TrajectoryStore
 from perturbations import InputEdit, Perturbation, Positions, streams
@@ -47,15 +47,6 @@ T = TypeVar("T")
 
 # Stored edits are mixed in chunks of at most this many candidates, or as many as the largest warm-up had.
 REPLAY_CHUNK = 1024
-
-
-class DrawnBatch(NamedTuple):
-    """What a step drew, on the device and on its way to the host."""
-
-    tokens: Tensor  # the next tokens, (B,) int64
-    record: StepRecord  # their log π, and the edits
-    buffer: HostBuffer | None  # memory of the host that the record is in; None for memory of its own
-    may_edit: np.ndarray  # slots of the rows that may have got an edit
 
 
 class RolloutPerturber:
@@ -153,6 +144,13 @@ class RolloutPerturber:
         """The model has new weights, so that tables are built anew and a graph must read the new ones."""
         if self._graphs is not None:
             self._graphs.forget()
+
+    def close(self) -> None:
+        """Frees the graphs and their buffers; another perturber takes this one's place."""
+        if self._graphs is not None:
+            # Not left to the garbage collector, which may come late and in the middle of a capture.
+            self._graphs.forget()
+            self._graphs = None
 
     # --- before the forward -------------------------------------------------------------------------------------
 

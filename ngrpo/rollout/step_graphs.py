@@ -25,6 +25,7 @@ again.
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple
@@ -91,8 +92,12 @@ class CudaGraph:
             self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 region()
-            finally:
-                self._graph.capture_end()
+            except Exception:
+                # The end of an invalid capture fails too, with an error that does not say what was not permitted.
+                with suppress(RuntimeError):
+                    self._graph.capture_end()
+                raise
+            self._graph.capture_end()
         current.wait_stream(side)
 
     def replay(self) -> None:
@@ -292,14 +297,16 @@ class StepGraphs:
     # --- capture -------------------------------------------------------------------------------------------------
 
     def rehearse(self, logits: Tensor) -> None:
-        """Captures a step of every size, for logits like these, (B, V), for filtered ones, and for hidden states.
+        """Captures a step of every size and kind, for logits like these, (B, V), in the model's dtype.
 
-        The last are captured only where a graph may compute the logits.
-        The largest size comes first, so that the smaller ones find room in its pool.
+        Where a request changes the logits, or filters them, they are float32. Hidden states take their place where a
+        graph may compute the logits. The largest size comes first, so that the smaller ones find room in its pool.
         """
         scaled = logits.float()
         self._rehearse(scaled, drawable=scaled)
-        self._rehearse(logits, drawable=None)
+        self._rehearse(scaled, drawable=None)
+        if logits.dtype != torch.float32:
+            self._rehearse(logits, drawable=None)
         if self._output is not None:
             count = len(logits)
             self._rehearse(self._output.placeholder(count), drawable=None, output_hidden=self._output.examples(count))
@@ -338,11 +345,14 @@ class StepGraphs:
         self._check_addresses()  # the first run may have built a new table, and older graphs read the old one
         self._addresses = self._current_addresses()
         if self._pool is None:
+            # The memory of an earlier pool, and any that is cached, is free for others only now; a capture that finds
+            # too little cannot free it.
+            torch.cuda.empty_cache()
             self._pool = CudaGraph.pool()
         graph = CudaGraph(self._pool)
         try:
             graph.capture(lambda: self._step(columns, logits, output_hidden))
-        except RuntimeError as error:
+        except Exception as error:  # of any operation; the same step has just run outside of a capture
             reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
             raise CaptureFailed(reason) from error
         flat.copy_(values)

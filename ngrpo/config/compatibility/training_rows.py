@@ -10,17 +10,6 @@ from ngrpo.config.feature_kinds import both, flag, other_than, sampling
 
 _REPLAY = (
     Row(
-        what=flag("pipeline_parallel", off="1"),
-        conflicts_with=features.REPLAYED,
-        why="the inputs of a rollout are replaced in one pipeline stage",
-        fix="use tensor parallelism",
-    ),
-    *rows(
-        [flag("speculative", off="0 false none"), flag("draft_model", off="0 false none")],
-        conflicts_with=features.REPLAYED,
-        why="drafted tokens are accepted without ever being fed as mixtures",
-    ),
-    Row(
         what=flag("--ds.ring_attn_size", off="1"),
         conflicts_with=features.REPLAYED,
         why="the replay does not split records over a ring",

@@ -6,6 +6,7 @@ OpenRLHF 0.11.2 assumes CUDA in a handful of places. Each replacement below has 
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 from collections.abc import Callable, Sequence
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     import torch
 
 _ROLES = ("actor", "ref", "reward", "critic")
+_NUMA = "libnuma.so.1"
 _KV_BLOCK = 32
 """Tokens of a block of the KV cache: the fewest with which vLLM 0.29 starts on a CPU, where its own default is 128.
 
@@ -29,13 +31,20 @@ The prefix cache holds whole blocks, so responses share a prompt only from its f
 
 
 def check(flags: Flags) -> None:
-    """Raises ``UsageError`` without the compiler that vLLM needs on a CPU."""
+    """Raises ``UsageError`` without the compiler, or the library, that vLLM needs on a CPU."""
     compiler = os.environ.get("CXX", "g++")
     if shutil.which(compiler) is None:
         raise UsageError(
             f"No C++ compiler ({compiler!r}): vLLM's sampler is compiled on first use. "
             "Install one (Debian: apt-get install g++) or point CXX at it."
         )
+    try:
+        ctypes.CDLL(_NUMA)
+    except OSError:
+        raise UsageError(
+            f"{_NUMA} is missing: vLLM's kernels for CPUs are linked with it. Install it (Debian: apt-get install"
+            " libnuma1)."
+        ) from None
 
 
 def ray_init(flags: Flags) -> dict[str, Any]:

@@ -10,7 +10,7 @@ moments.
 import shlex
 from dataclasses import dataclass
 from itertools import product
-from math import gcd
+from math import ceil, gcd, log2
 
 from ngrpo.machine.hardware.lora_plan import trained_parameters, weight_bytes
 from ngrpo.machine.models import architecture
@@ -70,6 +70,8 @@ def parts_of(group: Group, args: Args, gpu: float) -> list[Part]:
             continue
         if model in (placement.ACTOR, placement.CRITIC):
             parts += trained(model, size, args, group.gpus)
+            if model == placement.ACTOR and args["train.enable_ema"]:
+                parts.append(averaged(size))
         elif model == placement.ENGINES:
             parts.append(engine(size, args, gpu))
         else:
@@ -165,7 +167,11 @@ def trained(role: str, size: architecture.ModelSize, args: Args, world: int) -> 
     ]
     if args["ds.adam_offload"]:
         note = f"states 12{of_split}, float32 gradients 4{of_split} and bfloat16 copies 2{of_split} on the host"
-        return [*parts, Part(f"{role}: optimizer, offloaded", note, (0,) * 4, host=18 * split)]
+        on_host = 8 * split + 2 * _page_locked(4 * split) + _page_locked(2 * split)
+        if stage < 3 and _accumulates(args):
+            note += f", and 2{of_split} of earlier micro-batches"
+            on_host += 2 * split
+        return [*parts, Part(f"{role}: optimizer, offloaded", note, (0,) * 4, host=on_host)]
     # Of a further micro-batch, ZeRO-1 and 2 have the sum and the new gradients before they add them.
     sums = 0.0
     of_sums = f"2{of_gradients}"
@@ -176,15 +182,28 @@ def trained(role: str, size: architecture.ModelSize, args: Args, world: int) -> 
     states = 12 * split
     note = f"12{of_split}"
     at_rest = states
+    on_host = 0.0
     if asleep:
         note += ", on the host meanwhile"
         at_rest = 0
+        on_host = 3 * _page_locked(4 * split)
     return [
         *parts,
         Part(f"{role}: gradients", of_sums, (0, 0, new_gradients + sums, 2 * gradients)),
         Part(f"{role}: gradients, float32 and scaled", f"6{of_split}", (0, 0, 0, 6 * split)),
-        Part(f"{role}: optimizer states", note, (at_rest, at_rest, states, states), host=states - at_rest),
+        Part(f"{role}: optimizer states", note, (at_rest, at_rest, states, states), host=on_host),
     ]
+
+
+def _page_locked(needed: float) -> float:
+    """The bytes that a buffer of page-locked memory takes: PyTorch 2.13 rounds them up to a power of two."""
+    return 2.0 ** ceil(log2(needed)) if needed > 0 else 0.0
+
+
+def averaged(size: architecture.ModelSize) -> Part:
+    """``--train.enable_ema``: a copy of the actor, and its moving average in float32 (`moving_average.py`)."""
+    formula = "2P, and 4P of the average on the host"
+    return Part("actor: moving average", formula, (2.0 * size.parameters,) * 4, host=4.0 * size.parameters)
 
 
 def _accumulates(args: Args) -> bool:
@@ -263,10 +282,13 @@ def needed(group: Group, args: Args, gpu: float) -> float:
     return max(sum(phase) for phase in zip(*phases))
 
 
-def default_flags(flags: Flags, machine: Machine, *, whole: bool = False) -> dict[str, Default]:
+def default_flags(
+    flags: Flags, machine: Machine, *, whole: bool = False, may_offload: bool = True
+) -> dict[str, Default]:
     """A placement on a machine for these flags; by default hybrid: trainer and engines take turns on all GPUs.
 
-    With ``whole`` every rank holds whole parameters, which excludes ZeRO-3. Raises ``UsageError`` for half a placement.
+    With ``whole`` every rank holds whole parameters, which excludes ZeRO-3; without ``may_offload`` the optimizer stays
+    on the GPU. Raises ``UsageError`` for half a placement.
     """
     nodes, ranks, engines, tensor = (int(flags.value(name) or 0) for name in (_NODES, _ACTOR, _ENGINES, _TENSOR))
     has_hybrid_flag = flags.has(_ALL)
@@ -289,14 +311,16 @@ def default_flags(flags: Flags, machine: Machine, *, whole: bool = False) -> dic
     if not (has_hybrid_flag and flags.has(SHARE, "--vllm.enable_sleep")):
         defaults |= {"--vllm.enable_sleep": None, "--ds.enable_sleep": None}
     if not has_hybrid_flag:
-        defaults |= {"--actor.gradient_checkpointing_enable": None, "--ckpt.save_steps": "20"}
+        defaults["--actor.gradient_checkpointing_enable"] = None
+        if flags.has("--ckpt.save_hf") or not flags.has("--ckpt.disable_ds"):  # else OpenRLHF saves nothing
+            defaults["--ckpt.save_steps"] = "20"
     size = architecture.size_of(flags.value("--actor.model_name_or_path"))
     if engines or tensor:
         parallels = [tensor or max(gpus // engines, 1)]
     else:
         divided = gcd(gpus, largest) if size is None else gcd(gpus, largest, size.heads)
         parallels = [parallel for parallel in (1, 2, 4, 8) if divided % parallel == 0]
-    offloads = (False,) if has_hybrid_flag else (False, True)
+    offloads = (False, True) if may_offload and not has_hybrid_flag else (False,)
     stages = ("2",) if whole or has_hybrid_flag else ("2", "3")
     choice: dict[str, Default] = {}
     # The fastest first; all of them fit where the first does.

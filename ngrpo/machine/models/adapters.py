@@ -39,15 +39,17 @@ def merge(base: str, adapter: Path, target: Path) -> None:
     import torch
     from peft import PeftModel
     from peft.utils import load_peft_weights
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoProcessor, AutoTokenizer
 
-    from ngrpo.machine.models import four_bit, lora
+    from ngrpo.machine.models import architecture, four_bit, lora
     from ngrpo.machine.storage import parameters_file
 
     quantization = four_bit.read_config(adapter)
     # OpenRLHF quantises weights in bfloat16.
     dtype = "auto" if quantization is None else torch.bfloat16
-    base_model = AutoModelForCausalLM.from_pretrained(base, dtype=dtype, quantization_config=quantization)
+    base_config = AutoConfig.from_pretrained(base).to_dict()
+    auto_class = architecture.auto_class(base_config)
+    base_model = auto_class.from_pretrained(base, dtype=dtype, quantization_config=quantization)
     try:
         model = PeftModel.from_pretrained(base_model, str(adapter))
     except (RuntimeError, ValueError) as error:
@@ -68,11 +70,13 @@ def merge(base: str, adapter: Path, target: Path) -> None:
         merged_model = model.unload()
     else:
         # A 4-bit parameter cannot hold the merged weight.
-        merged_model = AutoModelForCausalLM.from_pretrained(base, dtype=dtype)
+        merged_model = auto_class.from_pretrained(base, dtype=dtype)
         parameters = dict(merged_model.named_parameters())
         for weight in lora.engine_weights(model):
             parameters[weight.name].data.copy_(weight.merged())
     merged_model.save_pretrained(target)
+    if "vision_config" in base_config:
+        AutoProcessor.from_pretrained(base).save_pretrained(target)
     has_tokenizer = (adapter / "tokenizer_config.json").is_file()
     tokenizer = AutoTokenizer.from_pretrained(str(adapter) if has_tokenizer else base)
     require(tokenizer, "the model's tokenizer").save_pretrained(target)

@@ -106,11 +106,17 @@ def adaptable_modules(config_path: Path) -> tuple[str, ...] | None:
 def on_meta(config: Mapping[str, Any]) -> PreTrainedModel:
     """The model on the meta device, of the class that OpenRLHF chooses."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers import AutoConfig
 
-    auto = AutoModelForImageTextToText if "vision_config" in config else AutoModelForCausalLM
     with torch.device("meta"):
-        return auto.from_config(AutoConfig.for_model(**config))
+        return auto_class(config).from_config(AutoConfig.for_model(**config))
+
+
+def auto_class(config: Mapping[str, Any]) -> Any:
+    """The class of transformers by which OpenRLHF loads a model with this config.json."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    return AutoModelForImageTextToText if "vision_config" in config else AutoModelForCausalLM
 
 
 # ---- sizes ----
@@ -246,7 +252,9 @@ def has_experts(name: str) -> bool:
         return False
     config = read_config(path)
     text = config.get("text_config") or config
-    return any((text.get(key) or 0) > 1 for key in EXPERT_COUNTS)
+    counts = [text.get(key) or 0 for key in EXPERT_COUNTS]
+    # Of several kinds of experts, some configurations list the number of each.
+    return any(max(count) > 1 if isinstance(count, list) else count > 1 for count in counts)
 
 
 # ---- support ----

@@ -198,7 +198,7 @@ def is_input_template(text: str) -> bool:
     """Whether a text can be an :data:`INPUT_TEMPLATE`."""
     try:
         return text.format("a") != text.format("b")
-    except (LookupError, ValueError):
+    except (AttributeError, LookupError, TypeError, ValueError):  # such as \\boxed{[x]}, whose braces are not doubled
         return False
 
 

@@ -15,6 +15,7 @@ from filelock import FileLock
 
 from ngrpo.machine.console import Report
 from ngrpo.machine.models import adapters, sandbox
+from ngrpo.machine.storage import parameters_file
 from ngrpo.machine.storage.result_folder import writing
 from perturbations.errors import UsageError, nearest
 
@@ -22,6 +23,7 @@ from perturbations.errors import UsageError, nearest
 _RECIPE = "r1"
 HUB_SECONDS = 10
 _FINGERPRINT_BYTES = 1 << 20  # of each file, from its middle
+_OF_MODELS = (".safetensors", ".bin", ".json", ".jinja", ".model", ".txt")  # weights, configurations, tokenizers
 
 _SANDBOX = "sandbox"  # trained from scratch on this machine
 _SMOLLM = "smollm2-135m"  # in a Python package
@@ -59,8 +61,8 @@ def load_tokenizer(model: str, *, trust_remote_code: bool | None = None) -> Any:
 
     try:
         return AutoTokenizer.from_pretrained(model, trust_remote_code=trust_remote_code)
-    except OSError as error:
-        raise UsageError(f"model {model!r}: its tokenizer cannot be loaded: {error}") from None
+    except (ImportError, OSError, ValueError) as error:  # ValueError: code of the model's own that nobody allowed
+        raise UsageError(f"model {model!r}: its tokenizer cannot be loaded: {' '.join(str(error).split())}") from None
 
 
 def check_available(name_or_path: str) -> None:
@@ -124,12 +126,19 @@ def check_name(name_or_path: str | None) -> str:
 
 
 def fingerprint(model: str) -> str | None:
-    """A hash of the sizes and a part of a folder's files, which a training changes; None for a hub name."""
+    """A hash of the sizes and a part of the files that say what a folder's model is; None for a hub name.
+
+    They are the weights, the tokenizer with its chat template, and the parameters of a perturbation.
+    """
     folder = Path(model).expanduser()
     if not folder.is_dir():
         return None
     digest = hashlib.sha256()
-    for file in sorted(file for file in folder.iterdir() if file.suffix in (".safetensors", ".bin", ".json")):
+    files = sorted(file for file in folder.iterdir() if file.suffix in _OF_MODELS)
+    own_parameters = folder / parameters_file.FILE
+    if own_parameters.is_file():
+        files.append(own_parameters)
+    for file in files:
         size = file.stat().st_size
         digest.update(f"{file.name} {size} ".encode())
         with file.open("rb") as content:

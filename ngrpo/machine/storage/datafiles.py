@@ -278,7 +278,9 @@ def read_yaml(path: str, *, flag: str, example: str) -> dict[str, Any]:
         loaded = yaml.load(Path(path).expanduser().read_text(encoding="utf-8"), Loader)
     except OSError as error:
         raise UsageError(f"{flag} {path}: cannot be read ({error.strerror}). Give an existing YAML file.") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except UsageError:
+        raise
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: of bytes that are no text, and of a date such as 02-30
         raise UsageError(f"{flag} {path}: is not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(loaded, dict) or not all(isinstance(key, str) for key in loaded):
         raise UsageError(f"{flag} {path}: must hold lines such as {example}.")
@@ -312,10 +314,19 @@ def words(values: Mapping[str, Any], *, prefix: str = "") -> list[str]:
         if value is True:
             continue
         try:
-            argv += shlex.split(",".join(texts(value)))
+            argv += _shell_words(",".join(texts(value)))
         except ValueError as error:
             raise UsageError(f"{flag}: {value!r}: {error}. Quote it as in a shell.") from None
     return argv
+
+
+def _shell_words(text: str) -> list[str]:
+    r"""Splits a text at blanks outside of quotes. A backslash stays, as in an input template with ``\n``."""
+    lexer = shlex.shlex(text, posix=True, punctuation_chars=False)
+    lexer.whitespace_split = True
+    lexer.commenters = ""
+    lexer.escape = ""
+    return list(lexer)
 
 
 def texts(value: object) -> list[str]:

@@ -40,6 +40,7 @@ _PROGRAM = "cli/train_ppo_ray.py"
 _CONFIG = "utils/config.py"
 _HELP = "See: ngrpo train --openrlhf-help"
 _NUMBER = re.compile(r"argument (?P<flag>\S+): invalid (?P<kind>int|float) value: (?P<value>.+)", re.DOTALL)
+_ONE_VALUE = "one value; quote one that has blanks, in a YAML file twice: \"'a b'\""
 # Flags of ngrpo that an unknown word may be meant to be.
 _OURS = (
     "--perturbation",
@@ -187,7 +188,7 @@ def defaults() -> dict[str, str]:
     """OpenRLHF's default of each flag that has one, as on a command line."""
     by_flag = {}
     for action in actions():
-        if isinstance(action.default, str | int | float):
+        if isinstance(action.default, str | int | float) and action.default != argparse.SUPPRESS:
             for flag in action.option_strings:
                 by_flag[flag] = str(action.default)
     return by_flag
@@ -248,18 +249,35 @@ def left_over(word: str, argv: Sequence[str], actions: Sequence[argparse.Action]
 
     ``argv`` are all words that were parsed, ``actions`` the parser's; ``others`` are flags that another parser has.
     """
-    most_values = {}
-    for action in actions:
-        for flag_name in action.option_strings:
-            most_values[flag_name] = 1 if action.nargs in (None, "?") else action.nargs
+    most_values = _most_values(actions)
     if word.startswith("-"):
         return f"unknown flag {word!r}.{nearest(word, [*others, *most_values])}"
     for flag in Flags(argv):
         most = most_values.get(flag.name)
         if isinstance(most, int) and word in flag.values[most:]:
-            takes = {0: "no value; write the flag alone", 1: "one value"}.get(most, f"{most} values")
+            takes = {0: "no value; write the flag alone", 1: _ONE_VALUE}.get(most, f"{most} values")
             return f"{flag.name} {shlex.join(flag.values)}: takes {takes}."
     return f"unknown word {word!r}.{nearest(word, [*others, *most_values])}"
+
+
+def _most_values(actions: Sequence[argparse.Action]) -> dict[str, int | str | None]:
+    """How many values each flag of a parser takes at most; a text such as "*" where there is no such number."""
+    most_values: dict[str, int | str | None] = {}
+    for action in actions:
+        for flag_name in action.option_strings:
+            most_values[flag_name] = 1 if action.nargs in (None, "?") else action.nargs
+    return most_values
+
+
+def check_words(flags: Flags) -> None:
+    """Raises ``UsageError`` for a flag that OpenRLHF does not have, and for a value too many."""
+    most_values = _most_values(actions())
+    for flag in flags:
+        most = most_values.get(flag.name, 0)
+        surplus = flag.values[most:] if isinstance(most, int) else ()
+        if flag.name not in most_values or surplus:
+            word = surplus[0] if flag.name in most_values else flag.argv[0]
+            raise UsageError(f"{left_over(word, flag.argv, actions(), _OURS)} {_HELP}")
 
 
 def parsed(argv: Sequence[str]) -> dict[str, Any]:

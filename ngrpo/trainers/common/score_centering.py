@@ -118,14 +118,18 @@ class TokenDraws:
             requests=self.requests[part],
         )
 
-    def left(self, vocabulary: int) -> Tensor:
-        """Which tokens the filters left, (N, V) bool."""
-        left = np.ones((len(self.ids_left), vocabulary), dtype=bool)
-        for row, ids in enumerate(self.ids_left):
-            if ids is not None:
-                left[row] = False
-                left[row, ids] = True
-        return torch.from_numpy(left)
+    def left(self, vocabulary: int, device: torch.device) -> Tensor:
+        """Which tokens the filters left, (N, V) bool. Ids alone are copied to the device, since a matrix takes long."""
+        left = torch.ones(len(self), vocabulary, dtype=torch.bool, device=device)
+        filtered = {row: ids for row, ids in enumerate(self.ids_left) if ids is not None}
+        if not filtered:
+            return left
+        rows = np.fromiter(filtered, dtype=np.int64)
+        row_of_id = rows.repeat([len(ids) for ids in filtered.values()])
+        ids = np.concatenate([*filtered.values()]).astype(np.int64)
+        left[torch.from_numpy(rows).to(device)] = False
+        left[torch.from_numpy(row_of_id).to(device), torch.from_numpy(ids).to(device)] = True
+        return left
 
 
 def mean_scores(sampler: Sampler, draws: TokenDraws, logits: Tensor) -> Tensor:
@@ -135,15 +139,15 @@ def mean_scores(sampler: Sampler, draws: TokenDraws, logits: Tensor) -> Tensor:
 
     ``logits``: z / temperature, (N, V), float32 or wider.
     """
-    left = draws.left(logits.shape[-1]).to(logits.device)
+    left = draws.left(logits.shape[-1], logits.device)
     sampling_logits = _scheduled(sampler, draws, logits).masked_fill(~left, -torch.inf)
     policy_logits = logits.masked_fill(~left, -torch.inf) if sampler.corrects_mask else logits
     policy = torch.softmax(policy_logits, dim=-1)  # p
     sampled = torch.softmax(sampling_logits, dim=-1)  # q
     if sampler.perturbation is not None and draws.perturbed.any():
-        rows = torch.from_numpy(draws.perturbed).to(logits.device)
+        rows = torch.from_numpy(draws.perturbed.nonzero()[0]).to(logits.device)
         drawn = sampler.perturbation.text_probabilities(logits[rows], sampler.temperature, left[rows])
-        sampled = sampled.masked_scatter(rows.unsqueeze(-1), drawn.to(sampled))
+        sampled = sampled.index_copy(0, rows, drawn.to(sampled))
     if sampler.weight is None:
         return sampled - policy  # c = q, which sums to 1
 

@@ -293,6 +293,8 @@ def _check_training_flag(flag: Flag) -> None:
     if not flag.name:
         raise UsageError(f"unexpected word {flag.argv[0]!r}: flags begin with '--'. See: ngrpo compare --help")
     _refuse_set_by_us(flag.name)
+    if flag.name == parse.PRINT:
+        raise UsageError(f"{parse.PRINT} belongs to ngrpo train. Leave it out.")
     name = flag.name.removeprefix("--")
     if "." in name or name in ("task", "model", "hardware"):
         return

@@ -114,7 +114,11 @@ def evaluate(
         if missing:
             if samples:
                 report(f"going on: {len(samples)} of {len(samples) + len(missing)} samples are in {out}")
-            tokenizer = live.get_tokenizer() if live else packaged.load_tokenizer(name)
+            if live:
+                tokenizer = live.get_tokenizer()
+            else:
+                allowed = (engine_options or {}).get("trust_remote_code")
+                tokenizer = packaged.load_tokenizer(name, trust_remote_code=allowed)
             prompts = {problem.id: engines.render(tokenizer, problem) for problem in problems}
             jobs = _jobs(tokenizer, prompts, missing, sampling.seed)
             if live:

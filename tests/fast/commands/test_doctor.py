@@ -161,3 +161,29 @@ def test_what_the_self_test_finds(
 
 def test_a_model_that_is_not_there() -> None:
     assert cli.main(["doctor", "--model", "/no/such/model"]) == 2
+
+
+def test_a_damaged_config_is_a_finding_among_others(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{")
+    code, head = findings(capsys, "--no-self-test", "--model", str(tmp_path))
+    assert code == 1
+    assert "cannot be read" in lines_of(head, f"model {tmp_path}")
+    assert "vLLM's plugin" in head
+
+
+def test_an_adapter_s_base_model_is_examined(
+    capsys: pytest.CaptureFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    base = Path("base")
+    base.mkdir()
+    (base / "config.json").write_text('{"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}')
+    adapter = Path("adapter")
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(base)}))
+    _, head = findings(capsys, "--no-self-test", "--model", str(adapter))
+    assert "Qwen3ForCausalLM" in lines_of(head, f"model {base}, of the adapter {adapter}")
+    (adapter / "adapter_config.json").write_text("{}")
+    code, head = findings(capsys, "--no-self-test", "--model", str(adapter))
+    assert code == 1
+    assert "names no base_model_name_or_path" in lines_of(head, f"model {adapter}")

@@ -109,12 +109,25 @@ def test_bad_files(text: str, said: str, tmp_path: Path) -> None:
         ("perturbation: neighbor\nperturbation.until: [no, stop]\n", "", "until takes a text"),
         ("perturbation: neighbor\nadvantage: no\n", "", "advantage takes a name"),
         ("rollout.stop: [stop, null]\n", "", "item 2 of the key 'rollout.stop' has no value"),
-        ("log-file: no\n", "", r'log-file takes a text .*quote the text, log-file: "no"'),
+        ("log-file: no\n", "", r'log-file takes a text .*quote the text, log-file: "no"; log-file: none is off'),
+        ("run-dir: 2026-02-30\n", "", r"is not YAML: .*day"),
     ],
 )
 def test_texts_that_yaml_reads_otherwise(tmp_path: Path, text: str, line: str, said: str) -> None:
     with pytest.raises(UsageError, match=rf"--config \S+run\.yaml: .*{said}"):
         parsed(tmp_path, text, line)
+
+
+def test_a_flag_overrides_the_other_name_of_its_setting_in_a_file(tmp_path: Path) -> None:
+    text = "perturbation: soft\nperturbation.reproducible: true\n"
+    assert parsed(tmp_path, text).reproducible
+    assert not parsed(tmp_path, text, "--reproducible false").reproducible
+
+
+def test_a_backslash_in_a_file_stays(tmp_path: Path) -> None:
+    """YAML leaves it in quotes of this kind, and no shell comes after it."""
+    command = parsed(tmp_path, "data.input_template: 'Q:\\n{}'\n")
+    assert Flags(command.openrlhf).value("--data.input_template") == "Q:\\n{}"
 
 
 def test_quoted_texts_and_switches_are_taken(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ def warnings_of(words: str, added: str = "--algo.advantage.estimator group_norm"
         ("--algo.advantage.no_std_norm", "--algo.advantage.estimator reinforce"),
         ("--algo.advantage.gamma 0.9", "--algo.advantage.estimator gae"),
         ("--critic.adam.lr 1e-4", "--algo.advantage.estimator gae"),
+        ("--critic.model_name_or_path m", "--algo.advantage.estimator gae"),
         ("--algo.advantage.is_correction_threshold 0.5 2", "--algo.advantage.is_correction_level token"),
         ("--algo.advantage.is_correction_level token --algo.advantage.is_correction_mode clip", ""),
         ("--algo.kl.target 0.1 --algo.kl.init_coef 0", "--algo.kl.init_coef 0.01"),

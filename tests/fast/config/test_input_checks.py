@@ -63,9 +63,20 @@ def test_a_right_run_passes(folder: Path, capsys: pytest.CaptureFixture[str]) ->
     assert code == 0 and "has no weights (*.safetensors), which a run needs" in told, told
 
 
+def test_a_model_that_transformers_would_not_save(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is saved once the training has ended."""
+    Path("m/generation_config.json").write_text('{"temperature": 0.9}')
+    code, told = dry_run("", capsys)
+    assert code == 1 and "refuses to save it" in told and '"do_sample": true' in told and "`temperature`" in told, told
+    Path("m/generation_config.json").write_text('{"temperature": 0.9, "do_sample": true}')
+    code, told = dry_run("", capsys)
+    assert code == 0, told
+
+
 def test_openrlhfs_own_defaults_pass() -> None:
     for name, value in defaults().items():
-        flag_checks.check(Flags(["--actor.model_name_or_path", "m", name, value]))
+        if value not in ("False", "True"):  # a switch takes no value
+            flag_checks.check(Flags(["--actor.model_name_or_path", "m", name, value]))
 
 
 @pytest.mark.parametrize(("words", "said"), run.refused("values"))

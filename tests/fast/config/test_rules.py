@@ -8,13 +8,14 @@ import socket
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from typing import Any
 
 import pyarrow
 import pytest
 from pyarrow import parquet
 
 from ngrpo import cli
-from ngrpo.config import complete_run, input_checks, rules
+from ngrpo.config import complete_run, input_checks, parse, rules
 from ngrpo.config.complete_run import CompleteRun
 from ngrpo.config.input_checks import check_files
 from ngrpo.machine.upstream import placement, versions
@@ -254,3 +255,40 @@ def test_a_refused_run_prepares_and_writes_nothing(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(complete_run, "prepare_task", lambda task: pytest.fail("its files are prepared"))
     assert cli.main([*words.split(), "--ds.param_dtype", "fp16"]) == 2
     assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("more", "absent"),
+    [
+        ("--reward.model_name_or_path m", "--reward.remote_url"),
+        ("--train.agent_func_path agent.py", "--reward.remote_url"),
+        ("--data.input_template Q:{}", "--data.apply_chat_template"),
+    ],
+)
+def test_a_task_takes_the_place_of_nothing_that_the_user_gives(more: str, absent: str) -> None:
+    """OpenRLHF reads the task's flag alone where both are there."""
+    words = f"--hardware cpu --model smollm2-135m --task arithmetic --rollout.n_samples_per_prompt 4 {more}"
+    flags = complete_run.make(parse.run_config(words.split())).flags
+    assert not flags.has(absent)
+    assert flags.value("--data.prompt_dataset").endswith("train.jsonl")
+
+
+def test_flags_of_the_layers_are_checked_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer that adds what the run refuses is refused, as the user's own flag would be."""
+    monkeypatch.setattr(complete_run, "DATA", (lambda complete: {"--ds.zero_stage": "3"},))
+    monkeypatch.setitem(complete_run._REASONS, complete_run.DATA[0], lambda flag, complete: "a test")
+    words = (
+        "--model smollm2-135m --hardware cpu --perturbation neighbor --preset grpo --ds.lora.rank 4 --ds.load_in_4bit"
+    )
+    with pytest.raises(UsageError, match=r"--ds\.load_in_4bit cannot be used with --ds\.zero_stage 3"):
+        complete_run.make(parse.run_config(words.split()))
+
+
+def test_the_patches_of_flags_that_layers_add_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: list[Any] = []
+    monkeypatch.setattr(rules.patches, "check", checked.extend)
+    words = "--hardware cpu --model smollm2-135m --task arithmetic --rollout.n_samples_per_prompt 4"
+    complete = complete_run.make(parse.run_config(words.split()))
+    rules.check_patches(complete)
+    assert complete.flags.has("--data.apply_chat_template")
+    assert any(row.when == "chat_template" for row in checked)

@@ -4,9 +4,13 @@
 The stand-in for a CUDA graph keeps addresses and spoils the memory of its region: `cuda_without_gpu/recorded.py`.
 """
 
+import gc
 import logging
+import weakref
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -181,6 +185,47 @@ def test_a_buffer_of_another_stride_ends_the_graphs_that_read_the_old_one(decodi
         assert len(graphs._graphs) == 1
 
 
+def test_every_kind_of_step_is_captured_at_the_start(decoding: decode_step.Decoding) -> None:
+    """A kind that is missing would be compiled, and captured in every size, in the middle of a rollout."""
+    with torch.inference_mode():
+        graphs = decoding.perturber._graphs
+        graphs.forget()
+        graphs.rehearse(torch.zeros(16, 1024, dtype=torch.bfloat16))
+        kinds = {(kind.dtype, kind.filtered) for kind in graphs._graphs}
+        # Requests without parameters; with a temperature or penalties; with top-p as well.
+        assert kinds == {(torch.bfloat16, False), (torch.float32, False), (torch.float32, True)}
+        assert len(graphs._graphs) == 3 * len(graphs.sizes)
+
+
+def test_the_memory_of_an_old_pool_is_freed_before_a_new_one_is_made(
+    monkeypatch: pytest.MonkeyPatch, decoding: decode_step.Decoding
+) -> None:
+    alive_when_freed: list[int] = []
+    graphs = decoding.perturber._graphs
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: alive_when_freed.append(len(graphs._graphs)))
+    with torch.inference_mode():
+        decoding.step()
+        assert alive_when_freed == []
+        for _ in range(3):  # as OpenRLHF's weight syncs, which load one parameter at a time
+            graphs.forget()
+        decoding.step()
+        decoding.step()
+    assert alive_when_freed == [0]
+
+
+def test_a_perturber_that_is_replaced_keeps_no_graph(decoding: decode_step.Decoding) -> None:
+    perturber = decoding.perturber
+    graphs = weakref.ref(perturber._graphs)
+    gc.disable()
+    try:
+        perturber.close()
+        assert graphs() is None, "the graphs and their buffers wait for the garbage collector"
+    finally:
+        gc.enable()
+    with torch.inference_mode():
+        decoding.step()
+
+
 def test_a_step_has_its_own_greedy_tokens_and_temperatures(decoding: decode_step.Decoding) -> None:
     with torch.inference_mode():
         graphs = decoding.perturber._graphs
@@ -306,6 +351,31 @@ def test_a_step_that_cannot_be_captured_runs_in_parts_and_says_so_once(
     assert len(said) == 1
     assert "perturbation gumbel" in said[0]
     assert "not permitted" in said[0]
+
+
+class InvalidGraph:
+    """As `torch.cuda.CUDAGraph` after an operation that a capture does not permit: its end fails as well."""
+
+    def capture_begin(self, **settings: Any) -> None: ...
+
+    def capture_end(self) -> None:
+        raise RuntimeError("operation failed due to a previous error during capture")
+
+
+def test_a_failed_capture_names_the_operation_and_not_its_own_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+    monkeypatch.setattr(step_graphs, "_capture_stream", lambda: stream)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", InvalidGraph)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda side: nullcontext())
+
+    def region() -> None:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    with pytest.raises(RuntimeError, match="not permitted"):
+        step_graphs.CudaGraph((0, 1)).capture(region)
+    with pytest.raises(RuntimeError, match="previous error"):  # nothing else to say
+        step_graphs.CudaGraph((0, 1)).capture(lambda: None)
 
 
 def test_logits_that_cannot_be_captured_are_computed_outside_and_it_is_said_once(

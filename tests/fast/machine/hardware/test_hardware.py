@@ -15,7 +15,7 @@ from ngrpo import cli, patches
 from ngrpo.config import rules, run
 from ngrpo.config.complete_run import CompleteRun
 from ngrpo.config.run import RunConfig
-from ngrpo.machine.hardware import profile_for, stand_ins
+from ngrpo.machine.hardware import cpu, profile_for, stand_ins
 from ngrpo.machine.upstream.openrlhf_flags import Flags, actions
 from ngrpo.trainers.openrlhf import launch
 from ngrpo.trainers.openrlhf.launch import worker_env
@@ -236,3 +236,10 @@ def test_every_path_that_another_node_opens_is_asked_for(tmp_path: Path, monkeyp
     (tmp_path / "runs").mkdir()
     found = launch.opened(Flags([*words, "--ds.attn_implementation", "sdpa"]), "runs")
     assert found == {**{str(tmp_path / name): name for name in takes_paths}, "runs": "--run-dir"}
+
+
+def test_a_library_that_vllm_s_kernels_are_linked_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu.check(Flags([]))
+    monkeypatch.setattr(cpu, "_NUMA", "libnuma-of-another-machine.so.1")
+    with pytest.raises(UsageError, match=r"libnuma-of-another-machine\.so\.1 is missing: .* apt-get install libnuma1"):
+        cpu.check(Flags([]))

@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 import pytest
 
-from ngrpo.machine.hardware import host_plan
+from ngrpo.machine.hardware import gpu_plan, host_plan
 from ngrpo.machine.upstream import placement
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from perturbations.errors import UsageError
@@ -96,7 +96,10 @@ def test_the_hosts_memory_is_what_cgroups_leave(
 
 
 def test_an_offload_beyond_the_hosts_memory_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """7,615,616,512 parameters, 18 bytes each and 2 of the engine asleep: 142 GiB."""
+    """7,615,616,512 parameters. Moments 8P, sums of gradients 2P and the engine asleep 2P: 85.1 GiB.
+
+    Page-locked: the float32 weights and gradients, each 28.4 GiB and thus 32, and a copy of 14.2 GiB, thus 16.
+    """
     card = placement.planned("1x80", "--dry-run")
     monkeypatch.setattr(placement, "here", lambda: card)
     monkeypatch.setattr(host_plan, "_CGROUPS", tmp_path)
@@ -105,12 +108,29 @@ def test_an_offload_beyond_the_hosts_memory_is_refused(monkeypatch: pytest.Monke
     (tmp_path / "memory.max").write_text(f"{4 * 2**30}")
     more = "--actor.model_name_or_path deepseek-ai/DeepSeek-R1-Distill-Qwen-7B --ds.adam_offload --vllm.enable_sleep"
     args = args_of(f"{more} --train.colocate_all --ref.num_gpus_per_node 1")
-    assert host_plan.about_memory(args, card).startswith("142 GiB of the host's memory")
-    told = r"^--ds.adam_offload, --vllm.enable_sleep takes 142 GiB of the host's memory, .* may have 4 GiB\. Fix: "
+    assert host_plan.about_memory(args, card).startswith("165 GiB of the host's memory")
+    told = r"^--ds.adam_offload, --vllm.enable_sleep takes 165 GiB of the host's memory, .* may have 4 GiB\. Fix: "
     with pytest.raises(UsageError, match=told):
         host_plan.check_memory(args, card)
     assert host_plan.check_memory(args_of(), card) is None
     assert host_plan.check_memory(args, placement.planned("1x40", "--dry-run")) is not None, "another machine's"
+
+
+def test_states_that_leave_the_gpu_are_three_page_locked_buffers() -> None:
+    """1,235,814,400 parameters: the master weights and each moment are 4.6 GiB, and take 8. The engine has 2.3."""
+    model = "--actor.model_name_or_path meta-llama/Llama-3.2-1B --ds.enable_sleep --vllm.enable_sleep"
+    args = args_of(f"{model} --train.colocate_all --ref.num_gpus_per_node 1")
+    assert host_plan.host_bytes(args, 80 * 2**30) / 2**30 == pytest.approx(3 * 8 + 2.3, abs=0.05)
+
+
+def test_the_moving_average_has_a_copy_on_the_gpu_and_float32_on_the_host() -> None:
+    args = args_of("--actor.model_name_or_path meta-llama/Llama-3.2-1B --ref.num_gpus_per_node 1")
+    with_average = {**args, "train.enable_ema": True}
+    (group,) = [group for group in placement.groups(args) if placement.ACTOR in group.models]
+    parts, parts_with_average = (gpu_plan.parts_of(group, settings, 80 * 2**30) for settings in (args, with_average))
+    (added,) = [part for part in parts_with_average if part not in parts]
+    assert added.phases == (2 * 1_235_814_400,) * 4
+    assert added.host == 4 * 1_235_814_400
 
 
 def test_several_ranks_need_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:

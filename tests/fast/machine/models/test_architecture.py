@@ -119,3 +119,10 @@ def test_a_type_of_which_engine_and_trainer_make_different_models() -> None:
     vision = config("Cohere2VisionForConditionalGeneration", "cohere2_vision", vision_config={})
     assert any("logit_scale" in reason for reason in architecture.support_from(vision).refused)
     assert not architecture.support_from({**vision, "text_config": {"logit_scale": 1.0}}).refused
+
+
+@pytest.mark.parametrize(("count", "expected"), [(1, False), (8, True), ([64, 64], True), ([1, 1], False)])
+def test_experts_of_several_kinds_are_listed(tmp_path: Path, count: object, expected: bool) -> None:
+    """As in ERNIE 4.5 VL, which has experts of texts and of pictures."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "ernie4_5_vl_moe", "moe_num_experts": count}))
+    assert architecture.has_experts(str(tmp_path)) == expected

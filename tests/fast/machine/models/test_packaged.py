@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Model names: packaged, local, hub; and a folder that is whole or not there."""
 
+import json
 import re
 import subprocess
 import sys
@@ -161,3 +162,25 @@ def test_a_draft_is_removed_once_its_process_has_ended(tmp_path: Path, monkeypat
     assert packaged.materialise("smollm2-135m") == folder
     assert folders_in(tmp_path) == [folder.name]
     assert [file.name for file in folder.iterdir()] == ["config.json"]
+
+
+def test_the_fingerprint_is_of_all_that_a_model_is(tmp_path: Path) -> None:
+    (tmp_path / "perturbation").mkdir()
+    names = ["model.safetensors", "config.json", "chat_template.jinja", "merges.txt", "perturbation/module.safetensors"]
+    for name in names:
+        (tmp_path / name).write_text("1")
+    fingerprints = {packaged.fingerprint(str(tmp_path))}
+    for name in names:
+        (tmp_path / name).write_text("2")
+        fingerprints.add(packaged.fingerprint(str(tmp_path)))
+    assert len(fingerprints) == 1 + len(names)
+    (tmp_path / "README.md").write_text("A page about the model.")
+    assert packaged.fingerprint(str(tmp_path)) in fingerprints
+
+
+def test_a_tokenizer_with_code_of_its_own_is_an_error_and_not_a_question(tmp_path: Path) -> None:
+    own_code = {"auto_map": {"AutoTokenizer": ["tokenizer.Own", None]}, "tokenizer_class": "Own"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(own_code))
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(UsageError, match=r"its tokenizer cannot be loaded: .*trust_remote_code=True"):
+        packaged.load_tokenizer(str(tmp_path), trust_remote_code=False)

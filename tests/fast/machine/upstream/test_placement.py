@@ -217,6 +217,29 @@ def test_a_colocated_script_is_told_the_flags_with_which_it_fits(model: str, sha
     assert not gpu_notes.notes(completed(f"{script} {remedy}", shape, SIZES).args, machine)
 
 
+@pytest.mark.parametrize("words", ["--ds.load_in_4bit --ds.lora.rank 16", "--actor.optim muon"])
+def test_a_plan_has_no_stage_that_its_run_refuses(words: str) -> None:
+    """Qwen3-8B under ZeRO-2 needs more than these cards have, and both need whole parameters on every GPU."""
+    assert placed(planned_for("Qwen/Qwen3-8B", "8x24", ""))[5] == 3
+    flags = planned_for("Qwen/Qwen3-8B", "8x24", words)
+    assert flags.args["ds.zero_stage"] == 2
+    if "muon" in words:
+        assert not flags.args["ds.adam_offload"]
+
+
+def planned_for(model: str, shape: str, more: str) -> Flags:
+    """The flags of a run with its placement, whether it fits or not."""
+    run = parse.run_config(f"{BASE}{SIZES} --model {model} {more}".split())
+    planned = dataclasses.replace(run, machine=placement.planned(shape, "-"), run_dir="runs/x")
+    return complete_run.make(planned).flags
+
+
+def test_no_checkpoints_are_planned_where_openrlhf_saves_none() -> None:
+    assert completed("").args["ckpt.save_steps"] == 20
+    assert completed("--ckpt.disable_ds").args["ckpt.save_steps"] == -1
+    assert completed("--ckpt.disable_ds --ckpt.save_hf").args["ckpt.save_steps"] == 20
+
+
 class TestRows:
     """`answers` of a step go to the ranks in micro-batches, the last ranks getting fewer."""
 

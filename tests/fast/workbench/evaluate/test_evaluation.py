@@ -325,7 +325,7 @@ def test_a_response_may_fill_the_context(llm: MadeUp, tmp_path: Path, monkeypatc
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text('{"model_type": "llama", "max_position_embeddings": 20}')
-    monkeypatch.setattr(packaged, "load_tokenizer", lambda name: llm.get_tokenizer())
+    monkeypatch.setattr(packaged, "load_tokenizer", lambda name, **options: llm.get_tokenizer())
     monkeypatch.setattr(engines, "build", lambda *args, **options: llm)
 
     fitting = Sampling(max_tokens=14)
@@ -432,6 +432,10 @@ def test_bad_sampling(name: str, value: float) -> None:
         ("--model smollm2-135m --task arithmetic --n 4 --k 1,8", "--k 8"),
         ("--model smollm2-135m --task arithmetic --max-token 4", r"'--max-token'\. Did you mean '--max-tokens'"),
         ("--model smollm2-135m --task arithmetic --run-dir x", r"--run-dir belongs to ngrpo train\. Give --out"),
+        ("--model smollm2-135m --task arithmetic --dry-run", "--dry-run belongs to ngrpo train"),
+        ("--model smollm2-135m --task arithmetic --print verl", "--print belongs to ngrpo train"),
+        ("--model smollm2-135m --task arithmetic --perturbation soft --perturbation.strict", "strict belongs to ngrpo"),
+        ("--model smollm2-135m --task arithmetic --engine.max_num_seqs 8", r"Give --vllm\.max_num_seqs"),
         ("--rescore nowhere", r"no settings\.json there"),
         ("--model smollm2-135m --task arithmetic --vllm.dtype [", r"--vllm\.dtype '\['.*YAML"),
     ],
