@@ -5,7 +5,7 @@
 
 The shortcut has two parameters, the logit of counting and the logit of counting right; the two peaks have 100 logits.
 Both are trained with this package's own advantages on 8 prompts x 8 responses a step. Printed: where each arm ends, and
-the chance that a paired t test over these seeds, with Holm's correction for all arms, finds the positive control.
+the chance that a paired t test over these seeds, with Bonferroni's correction for all arms, finds the positive control.
 Minutes on one core; numpy and torch.
 """
 
@@ -27,7 +27,7 @@ EASY = 0.6  # share of prompts whose shortcut is rewarded
 COUNTED = 0.2  # probability of counting before training
 SKILL = 0.1  # probability of counting right before training
 ESCAPED = 0.8  # reward above which a run has left the local optimum
-ARMS = 20  # comparisons that Holm corrects for: the study's arms
+ARMS = 20  # comparisons that are corrected for: the study's arms
 SEED_COUNTS = (3, 5, 8)
 BASELINE = "group_norm"
 Advantage = Callable[[np.ndarray], np.ndarray]

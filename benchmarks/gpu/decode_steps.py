@@ -81,7 +81,7 @@ def _without_engine(arguments: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _per_step(llm: Any, prompts: list[list[int]], tokens: int) -> dict[str, float]:
-    """Counts of twice as many decode steps, less those of half of them: the prefill and the ends cancel."""
+    """Counts of 2n decode steps less those of n, by n: the prefill and the ends of the requests cancel."""
     from benchmarks.rollout import rate_of
 
     rate_of(llm, prompts, tokens)

@@ -48,7 +48,9 @@ class Neighbor(LikeliestTokens):
         for name, value in _VARIANTS[self.variant].items():
             if getattr(self, name) is None:
                 object.__setattr__(self, name, value)  # the dataclass is frozen
-        if self.rate == 1.0 and self.gate is None and self.realization == "anchor":
+        is_everywhere = self.rate == 1.0 and self.every == 1 and self.burn_in == 0
+        passes_everywhere = self.gate is None and self.entropy_min is None
+        if is_everywhere and passes_everywhere and self.realization == "anchor":
             warnings.warn(
                 "neighbor with rate 1 and realization 'anchor' is greedy decoding: a group's responses are the same and"
                 " every group-relative advantage is zero. Lower the rate, or take realization='sampled'.",

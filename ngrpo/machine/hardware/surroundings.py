@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What around a run, on the machine that starts it, would end it minutes later: caches, sockets, shadowed packages."""
+"""Checks of the starting machine (caches, sockets, shadowed packages): each fault would end a run minutes later."""
 
 import os
 import sysconfig

@@ -15,7 +15,6 @@ from filelock import FileLock
 
 from ngrpo.machine.console import Report
 from ngrpo.machine.models import adapters, sandbox
-from ngrpo.machine.storage import parameters_file
 from ngrpo.machine.storage.result_folder import writing
 from perturbations.errors import UsageError, nearest
 
@@ -130,6 +129,8 @@ def fingerprint(model: str) -> str | None:
 
     They are the weights, the tokenizer with its chat template, and the parameters of a perturbation.
     """
+    from ngrpo.machine.storage import parameters_file  # loads torch
+
     folder = Path(model).expanduser()
     if not folder.is_dir():
         return None

@@ -79,8 +79,10 @@ class EDT(SamplingSchedule):
 class Ladder(SamplingSchedule):
     """Each response to a prompt has a temperature of its own, from the lowest to the highest in equal ratios."""
 
-    least: float = option(0.8, "the temperature of a prompt's first response", above=0.0)
-    most: float = option(1.25, "… and of its last one", above=0.0)
+    least: float = option(
+        0.8, "the temperature of a prompt's first response, as a multiple of the requested", above=0.0
+    )
+    most: float = option(1.25, "the temperature of a prompt's last response, as a multiple of the requested", above=0.0)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -23,11 +23,14 @@ _THOUGHT_BEGINS = re.compile(r"<think(?:ing)?>")
 _THOUGHT_ENDS = re.compile(r"</think(?:ing)?>")
 _BOX = re.compile(r"\\(?:boxed|fbox)")
 _BETWEEN_BOXES = re.compile(
-    r"(?=.*(?:,|\band\b|\bor\b))(?:[\s$,]|\\[()]|\band\b|\bor\b|\\text\{\s*(?:and|or)\s*\})*", re.DOTALL
+    r"(?=.*(?:(?<!\\),|\band\b|\bor\b))"
+    r"(?:[\s$,~]|\\[() ,;:!]|\\q?quad(?![A-Za-z])|\band\b|\bor\b|\\text\{\s*,?\s*(?:and|or)?\s*\})*",
+    re.DOTALL,
 )
 # The tokens with which models end a response: of ChatML, Llama, DeepSeek (in wide bars), Gemma, SmolVLM, MiniMax.
 _END = re.compile(r"\s*(?:(?:<[|｜][^|｜<>]*[|｜]>|</s>|<(?:eos|end_of_turn|end_of_utterance)>|<turn\|>|\[e~\[)\s*)+$")
-# Of a prompt that was cut at its beginning, the end is still there: a template's opening of the response.
+# The last characters of a prompt, by which its end is found where its beginning was cut off. So many are within a
+# template's opening of the response.
 _PROMPT_END = 12
 # 1,234.50 and 12 are numbers; the 3 of x3 is not. The minus of 8-5 is not a sign.
 _NUMBER = re.compile(r"(?:(?<![\w)\].])-)?(?<![\w.])(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?")
@@ -75,8 +78,8 @@ def visible(text: str) -> str:
 def last_boxes(text: str) -> list[str]:
     """The contents of the last ``\\boxed{...}`` and of boxes joined to it by a comma, "and" or "or".
 
-    Braces are balanced; ``\\boxed 3`` gives ``3``. A last box that was cut off gives an empty content. A box around
-    other boxes counts as these.
+    Braces are balanced; ``\\boxed 3`` gives ``3``. A last box that was cut off gives an empty content. Of nested boxes
+    the inner ones count.
     """
     contents: list[str] = []
     begin = len(text)
@@ -105,7 +108,7 @@ def _content(text: str, start: int) -> tuple[str, int]:
     depth = 0
     for index, character in enumerate(rest):
         # An escaped brace, as in \{1, 2\}, opens and closes nothing.
-        if character in "{}" and rest[index - 1] != "\\":
+        if character in "{}" and rest[index - 1 : index] != "\\":
             depth += 1 if character == "{" else -1
             if depth == 0:
                 return rest[:index].strip().removeprefix("{").strip(), start + index + 1
@@ -232,13 +235,15 @@ _MARKUP = re.compile(
     re.MULTILINE,
 )
 _DENIED = re.compile(r"(?:\bnot|n[’']t|\bnever|\bcannot)\s+(?:be\s+)?(?:option\s+|choice\s+)?\(?[A-Za-z]\)?(?![\w’'])")
-# The answer follows these: "the answer is", "Answer:", "I choose", "it must be", "wait, actually,".
+# The answer follows these: "the answer is", "Answer:", "I choose", "wait, actually,". After "it must be" and "so" other
+# letters than an answer's may follow.
 _CUE = re.compile(
     r"\b(?:answer|option|choice)\b[^\n.:;,]{0,30}?(?:\bis\b|\bbe\b|:|=|\s-)"
     r"|\bans(?:wer)?\b[.:,]?|<answer>|####"
     r"|\b(?:choose|select|pick|take|go(?:ing)?\s+with)\b"
-    r"|\b(?:it|that|this)(?:[’']s|\s+(?:is|must\s+be|has\s+to\s+be|should\s+be))"
-    r"|\b(?:wait|actually|correction|sorry|on\s+second\s+thought|i\s+(?:mean|would\s+say)|no(?=[,.:;])|so|hence|thus|therefore)\b",
+    r"|\b(?:wait|actually|correction|sorry|on\s+second\s+thought|i\s+(?:mean|would\s+say)|no(?=[,.:;]))\b"
+    r"|(?P<weak>\b(?:it|that|this)(?:[’']s|\s+(?:is|must\s+be|has\s+to\s+be|should\s+be))"
+    r"|\b(?:so|hence|thus|therefore)\b)",
     re.I,
 )
 _FILLER = re.compile(
@@ -246,6 +251,9 @@ _FILLER = re.compile(
     r"|option|choice|letter|answer|no|i\s+(?:think|believe|guess|mean|would\s+say))\b)*",
     re.I,
 )
+# What makes a letter after a weak cue an answer although there is one already: the sentence has nothing else.
+_ENDS_SENTENCE = re.compile(r"[\[(\"']?[A-Z][\])\"']?\s*(?:[.!]|$)", re.MULTILINE)
+_BARE_VARIABLE = re.compile(r"[a-z](?![\w’')\]])")
 _LETTER = re.compile(r"(?P<open>[\[(\"']?)(?P<letter>[A-Za-z])(?P<close>[\])\"']?)(?![\w’'])(?P<rest>[^\n]*)")
 _ENDS = re.compile(
     r"\s*(?:$|[.,;:!?)–—-]|</|\b(?:because|since|as|which|for|with|by(?!-)|rather|instead)\b"
@@ -302,7 +310,7 @@ def _stated_letters(text: str, letter_of: dict[str, str]) -> list[str]:
     if not boxes:
         return _claims(text, letter_of)
     box_begins = max(text.rfind("\\boxed"), text.rfind("\\fbox"))
-    after = _claims(text[box_begins:], letter_of)
+    after = _claims(text[box_begins:], letter_of, is_answered=True)
     if after:
         return after
     claims = _claims(text[:box_begins], letter_of)
@@ -328,15 +336,28 @@ def _plain(text: str) -> str:
     return _MARKUP.sub("", text)
 
 
-def _claims(text: str, letter_of: dict[str, str]) -> list[str]:
-    """The letters that are stated, in order; an empty one where several are stated at once."""
+def _claims(text: str, letter_of: dict[str, str], *, is_answered: bool = False) -> list[str]:
+    """The letters that are stated, in order; an empty one where several are stated at once.
+
+    ``is_answered``: whether a box before the text has an answer.
+    """
     plain = _plain(text)
     claims = [(match.start(), match["letter"]) for match in _NAMED.finditer(plain)]
     for cue in _CUE.finditer(plain):
-        claim = _claim(plain[cue.end() :], letter_of)
+        following = plain[cue.end() :]
+        is_later = is_answered or any(position < cue.end() for position, _ in claims)
+        if cue["weak"] and not _names_answer(following, is_later=is_later):
+            continue
+        claim = _claim(following, letter_of)
         if claim is not None:
             claims.append((cue.end(), claim))
     return [letter for _, letter in sorted(claims)]
+
+
+def _names_answer(text: str, *, is_later: bool) -> bool:
+    """Whether a letter after "so" or "it is" may be an answer; ``is_later``: whether there is an answer already."""
+    text = _FILLER.sub("", text, count=1).strip()
+    return bool(_ENDS_SENTENCE.match(text)) if is_later else not _BARE_VARIABLE.match(text)
 
 
 def _claim(text: str, letter_of: dict[str, str]) -> str | None:

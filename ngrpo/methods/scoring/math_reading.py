@@ -16,7 +16,7 @@ from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
 from math_verify.grader import is_assignment_relation, take_last_relation
 from sympy.core.relational import Relational
 
-from ngrpo.methods.scoring.math_response import SPACE, TEXT
+from ngrpo.methods.scoring.math_response import SCALES, SPACE, TEXT
 
 # An expression with more operations is printed unchanged: sympy may take minutes over it.
 _OPERATIONS = 80
@@ -28,11 +28,16 @@ _NORMALIZED = NormalizationConfig(units=False, basic_latex=True, malformed_opera
 _EXPRESSIONS = (LatexExtractionConfig(normalization_config=_NORMALIZED), ExprExtractionConfig())
 _CLOCK = re.compile(r"(\d{1,2}):(\d\d)\s*(?:([ap])\.?\s*m\.?)?", re.I)
 _DATE = re.compile(r"\d{4}-\d\d-\d\d")
+_DATE_OF_A_COUNTRY = re.compile(r"(\d{1,2})([/.])(\d{1,2})\2(\d{4})")  # 4/6/2024 and 6.4.2024
 _LABEL = re.compile(rf"(?:{TEXT}\{{\s*\(([A-Z])\)\s*\.?\s*\}}|\(([A-Z])\)(?={SPACE}|$))(?:{SPACE})*")
+# A scale that `math_response` did not multiply with, as in \frac{1}{2}\text{ million}.
+_SCALE_LEFT = re.compile(rf"\b(?:{'|'.join(SCALES)})s?\s*\}}?$")
 _CURRENCY = re.compile(r"(-?)\s*(\\?\$|€|£|¥|\\pounds|\\euro)(?:\{\})?\s*")
+# A word in Cyrillic, Japanese, Chinese or Korean letters, but for the powers of ten: 12万 is 120,000.
+_OTHER_LETTERS = r"(?![十百千万萬亿億]|[^\s]*[万萬亿億])[\u0400-\u04ff\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]+"
 _UNIT = re.compile(
     rf"(?:(?<=[\S]){SPACE}*{TEXT}\{{(?P<a>[^{{}}]*)\}}|(?<=[\d}})\]]){SPACE}+(?P<b>[A-Za-z][A-Za-z. /]+)"
-    rf"|(?<=[\d}}])(?P<d>[a-z]{{2,}})|(?P<c>\\?%))(?:\^\{{?(?P<power>\d)\}}?)?$"
+    rf"|(?<=[\d}}])(?P<d>[a-z]{{2,}})|(?P<c>\\?%)|(?<=\d){SPACE}*(?P<e>{_OTHER_LETTERS}))(?:\^\{{?(?P<power>\d)\}}?)?$"
 )
 # The xy of 3 xy are factors; the men of 5 men, and the pm of 5 pm, are not.
 _PRODUCT = re.compile(r"(?!am|pm)[a-z]{2}|[abc]{3}|[xyz]{3}", re.I)
@@ -109,9 +114,16 @@ def read(text: str, finished: bool = False) -> Answer | None:
     if time:
         hours, minutes, half = time.groups()
         return Answer(clock=Clock(int(hours), int(minutes), (half or "").lower()), form=f"{int(hours)}:{minutes}")
+    date = _DATE_OF_A_COUNTRY.fullmatch(plain)
+    if date:
+        day, sign, month, year = date.groups()
+        form = sign.join((str(int(day)), str(int(month)), year))
+        return Answer(words=(form,), label=label, form=form)
     if _is_words(text, plain):
         words = _words(plain)
         return Answer(words=words, label=label, form=", ".join(words)) if words else None
+    if _SCALE_LEFT.search(text):
+        return None
     text, unit = _without_unit(text, unit)
     items = _items(text)
     if finished and unfinished(items):

@@ -14,7 +14,7 @@ _TAIL = 4000
 _LONGEST = 120
 # The ** of x**2 + y**2 are powers: marks of bold text follow no letter, digit or bracket.
 _MARKUP = re.compile(
-    r"<\|[^|<>]*\|>|</?s>|^[ \t]*#{1,3}[ \t]"
+    r"^[ \t]*```\w*[ \t]*$\n?|<\|[^|<>]*\|>|</?s>|^[ \t]*#{1,3}[ \t]"
     r"|(?<![A-Za-z0-9)\]}])(?P<mark>\*\*|__|`)(?=\S)(?P<inside>.*?\S)(?P=mark)",
     re.MULTILINE,
 )
@@ -55,29 +55,33 @@ _SENTENCE_ENDS = re.compile(
     r"|,?\s(?:because|since|which|where|when|so|for|if|as|from|by|in total|altogether)\b"
 )
 _LEADING = re.compile(
-    r"(?:(?:that|but|just|simply|exactly|approximately|about|only|either|both|therefore|thus|given by|equals?|to"
+    r"(?:(?:that|but|just|simply|exactly|approximately|about|only|either|both|therefore|thus|equals?|to"
+    r"|(?:expressed|written|rewritten|given|simplified) (?:as|by)"
     r"|the (?:sum|result|total))\s+(?:is\s+)?|[:=]\s*)+",
     re.I,
 )
+# "The answer must be positive, so x = 5": the value follows.
+_CONCLUDES = re.compile(r"\s*,?\s*(?:so|hence|thus|therefore)\b.*\d", re.I)
 _WORDS = re.compile(r"(?<![\\A-Za-z{])[A-Za-z]{3,}(?![A-Za-z{]*\})")
+_MONTHS = "January|February|March|April|May|June|July|August|September|October|November|December"
 _WORD_BEFORE_NUMBER = re.compile(
-    r"(?<!\S)(?!(?:and|or|pi|sin|cos|tan|log|ln|sqrt|exp|max|min)\b)[A-Za-z]{2,}[.,:]?\s.*\d"
+    rf"(?<!\S)(?!(?:and|or|pi|sin|cos|tan|log|ln|sqrt|exp|max|min|{_MONTHS})\b)[A-Za-z]{{2,}}[.,:]?\s.*\d"
 )
 TEXT = r"\\(?:text(?:bf|it|rm|sf|tt)?|math(?:rm|bf|sf|it|tt)|bf|rm|operatorname)\s*"
 SPACE = r"(?:\\[ ,;:!]|\\q?quad|[~\s])"
 _FRACTIONS = {"½": "12", "⅓": "13", "⅔": "23", "¼": "14", "¾": "34", "⅕": "15", "⅛": "18"}
 _SIGNS = "times div cdot cdot pi infty le ge ne cup in pm approx"
-_SCALES = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+SCALES = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 # 7 million, $7$ million, 7\text{ million} and 7\text{ million dollars}, whose text continues.
 _SCALE = re.compile(
-    rf"(?<![\d.,])(\d+(?:,\d{{3}})*(?:\.\d+)?)(\$?){SPACE}*({TEXT}\{{)?\s*({'|'.join(_SCALES)})s?\b(?(3)\s*(\}})?)"
+    rf"(?<![\d.,/])(\d+(?:,\d{{3}})*(?:\.\d+)?)(\$?){SPACE}*({TEXT}\{{)?\s*({'|'.join(SCALES)})s?\b(?(3)\s*(\}})?)"
 )
 
 
 def _scaled(match: re.Match[str]) -> str:
     """``7 million`` as ``7000000``. In ``7\\text{ million dollars}`` the text command stays open."""
     digits, dollar, text_begins, scale, text_ends = match.groups()
-    number = Decimal(digits.replace(",", "")) * _SCALES[scale]
+    number = Decimal(digits.replace(",", "")) * SCALES[scale]
     still_open = text_begins if text_begins and not text_ends else ""
     return f"{decimal_text(number)}{dollar}{still_open}"
 
@@ -97,7 +101,7 @@ _REWRITTEN = [
         (r"(?s)\\begin\{(cases|aligned)\}(.*?)\\end\{\1\}", lambda m: m[2].replace("&", "").replace(r"\\", ", ")),
         (r"\\(?:lor|vee)(?![A-Za-z])", ", "),
         (r"\\mbox\b", r"\\text"),
-        (rf"(?<=\d)\^?\{{?(?:{TEXT}\{{)?(?:st|nd|rd|th)\}}*$", ""),
+        (rf"(?<=\d)\^?\{{?(?:{TEXT}\{{)?(?:st|nd|rd|th)\}}*\.?$", lambda m: "}" * (m[0].count("}") - m[0].count("{"))),
         (r"\\(?:displaystyle|textstyle|left|right|[Bb]igg?[lr]?|color\{\w+\})(?![A-Za-z])", ""),
         (r"\\(?:bm|boldsymbol|underline|mathbf|textcolor\{\w+\})\s*\{([^{}]*)\}", r"{\1}"),
         (rf"{TEXT}\{{\s*(-?[\d.,/]+)\s*\}}", r"\1"),
@@ -189,7 +193,8 @@ def prepared(text: str) -> tuple[str, bool]:
         if about:
             about_answer = about[-1]
     else:
-        answer = about_answer
+        # "x = 5. The answer is correct": the value is elsewhere.
+        answer = None if re.search(r"\d", tail) else about_answer
 
     if open_until and answer is None:
         tail = text[open_until:][-_TAIL:].strip()
@@ -229,6 +234,8 @@ def _settled(candidate: str, *, is_stated: bool) -> str | None:
     clause = _SENTENCE_ENDS.split(words.strip())[0].strip()
     if is_stated and _BOUND.search(clause):
         return ""
+    if re.fullmatch(r"[a-z]+", clause) and _CONCLUDES.match(words.strip().removeprefix(clause)):
+        return None
     if not clause or len(clause) > _LONGEST or _WORD_BEFORE_NUMBER.search(clause):
         return None
     allowed_words = 2 if any(character.isdigit() for character in clause) else 1

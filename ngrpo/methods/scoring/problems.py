@@ -316,7 +316,10 @@ def _messages(value: Any) -> Messages:
 
 
 def reference(value: object) -> str:
-    """A label as the text that our scorers compare with; a list must hold one."""
+    """A label as the text that our scorers compare with; a list, or JSON of a list of texts, must hold one."""
+    if isinstance(value, str) and value.lstrip().startswith('["'):
+        with suppress(ValueError):
+            value = json.loads(value)
     if isinstance(value, (list, tuple)):
         if len(value) > 1:
             raise UsageError(f"{len(value)} reference answers ({value!r:.80}); one is supported.")

@@ -25,7 +25,9 @@ def jsonl(path: Path, *rows: dict[str, Any]) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize("truth", [{"target": "4"}, "4", {"target": ["4"]}, {"target": "", "solution": r"\boxed{4}"}])
+@pytest.mark.parametrize(
+    "truth", [{"target": "4"}, "4", '["4"]', {"target": ["4"]}, {"target": "", "solution": r"\boxed{4}"}]
+)
 def test_verl_parquet(tmp_path: Path, truth: Any) -> None:
     import pyarrow.parquet
 
