@@ -28,7 +28,7 @@ MUTATIONS = {
             "options -= SETTINGS.keys()",
             "files: another perturbation, reproducible",
         ),
-        ("        replaced |= {_MODEL, _ACTOR}\n", "        pass\n", "files: the model twice"),
+        ("            replaced |= set(names)\n", "            pass\n", "files: the model twice"),
     ],
     ("ngrpo/config/parse.py", _LIMITS): [
         ("if responses > tokens:", "if responses >= tokens:", "limits: as many tokens as responses"),

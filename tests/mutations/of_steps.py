@@ -53,8 +53,8 @@ MUTATIONS = {
             "output layer: hidden states of a step that failed",
         ),
         (
-            "if not runs_v2 or config.parallel_config.world_size > 1 or ",
-            "if not runs_v2 or ",
+            "if not runs_v2(runner) or config.parallel_config.world_size > 1 or ",
+            "if not runs_v2(runner) or ",
             "output layer: several ranks",
         ),
     ],

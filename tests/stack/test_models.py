@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks.models.case import verdict
-from tests.support.own_process import NO_VISION, run_module, with_vision
+from tests.support.own_process import NO_VISION, result_of, run_module, with_vision
 
 FORMS = {
     "plain": "qwen3",
@@ -74,6 +74,13 @@ def test_the_replay_behind_a_picture_is_exact(tmp_path: Path) -> None:
     assert row["unperturbed"][0] < 1e-4, row
     assert row["perturbed"][0] < 1e-4, row
     assert row["unreplayed"][0] > 0.1, row
+
+
+@pytest.mark.skipif(NO_VISION, reason="torchvision is missing: make vision")
+def test_an_adapter_of_an_image_text_model_is_merged() -> None:
+    result = result_of("tests.stack.picture_adapter", env=with_vision())
+    assert result["difference"] < 1e-4 < result["logits"]
+    assert "processor_config.json" in result["files"]
 
 
 @pytest.mark.slow

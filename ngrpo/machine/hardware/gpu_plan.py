@@ -165,19 +165,18 @@ def trained(role: str, size: architecture.ModelSize, args: Args, world: int) -> 
         Part(f"{role}: activations", f"{tokens} tokens × ({of_saved}{of_largest}), roughly", activations),
         Part(f"{role}: gradients, in exchange", "1 GB for any model", (kept, kept, _BUCKET, kept)),
     ]
-    if args["ds.adam_offload"]:
-        note = f"states 12{of_split}, float32 gradients 4{of_split} and bfloat16 copies 2{of_split} on the host"
-        on_host = 8 * split + 2 * _page_locked(4 * split) + _page_locked(2 * split)
-        if stage < 3 and _accumulates(args):
-            note += f", and 2{of_split} of earlier micro-batches"
-            on_host += 2 * split
-        return [*parts, Part(f"{role}: optimizer, offloaded", note, (0,) * 4, host=on_host)]
     # Of a further micro-batch, ZeRO-1 and 2 have the sum and the new gradients before they add them.
     sums = 0.0
-    of_sums = f"2{of_gradients}"
+    of_sums = ""
     if stage < 3 and _accumulates(args):
         sums = 2 * split
-        of_sums += f" + 2{of_split} of earlier micro-batches"
+        of_sums = f" + 2{of_split} of earlier micro-batches"
+    if args["ds.adam_offload"]:
+        note = (
+            f"states 12{of_split}, float32 gradients 4{of_split} and bfloat16 copies 2{of_split}{of_sums} on the host"
+        )
+        on_host = 8 * split + 2 * _page_locked(4 * split) + _page_locked(2 * split) + sums
+        return [*parts, Part(f"{role}: optimizer, offloaded", note, (0,) * 4, host=on_host)]
     # OpenRLHF loads the states for its training alone and takes them off again after it.
     states = 12 * split
     note = f"12{of_split}"
@@ -189,7 +188,7 @@ def trained(role: str, size: architecture.ModelSize, args: Args, world: int) -> 
         on_host = 3 * _page_locked(4 * split)
     return [
         *parts,
-        Part(f"{role}: gradients", of_sums, (0, 0, new_gradients + sums, 2 * gradients)),
+        Part(f"{role}: gradients", f"2{of_gradients}{of_sums}", (0, 0, new_gradients + sums, 2 * gradients)),
         Part(f"{role}: gradients, float32 and scaled", f"6{of_split}", (0, 0, 0, 6 * split)),
         Part(f"{role}: optimizer states", note, (at_rest, at_rest, states, states), host=on_host),
     ]

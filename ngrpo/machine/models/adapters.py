@@ -41,15 +41,15 @@ def merge(base: str, adapter: Path, target: Path) -> None:
     from peft.utils import load_peft_weights
     from transformers import AutoConfig, AutoProcessor, AutoTokenizer
 
-    from ngrpo.machine.models import architecture, four_bit, lora
+    from ngrpo.machine.models import auto_class, four_bit, lora
     from ngrpo.machine.storage import parameters_file
 
     quantization = four_bit.read_config(adapter)
     # OpenRLHF quantises weights in bfloat16.
     dtype = "auto" if quantization is None else torch.bfloat16
     base_config = AutoConfig.from_pretrained(base).to_dict()
-    auto_class = architecture.auto_class(base_config)
-    base_model = auto_class.from_pretrained(base, dtype=dtype, quantization_config=quantization)
+    model_class = auto_class(base_config)
+    base_model = model_class.from_pretrained(base, dtype=dtype, quantization_config=quantization)
     try:
         model = PeftModel.from_pretrained(base_model, str(adapter))
     except (RuntimeError, ValueError) as error:
@@ -70,7 +70,7 @@ def merge(base: str, adapter: Path, target: Path) -> None:
         merged_model = model.unload()
     else:
         # A 4-bit parameter cannot hold the merged weight.
-        merged_model = auto_class.from_pretrained(base, dtype=dtype)
+        merged_model = model_class.from_pretrained(base, dtype=dtype)
         parameters = dict(merged_model.named_parameters())
         for weight in lora.engine_weights(model):
             parameters[weight.name].data.copy_(weight.merged())

@@ -13,6 +13,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from ngrpo.machine import models
 from ngrpo.machine.models import packaged, positions
 from ngrpo.machine.upstream.patch import definition, source_of
 from ngrpo.machine.upstream.types import PreTrainedModel
@@ -109,14 +110,7 @@ def on_meta(config: Mapping[str, Any]) -> PreTrainedModel:
     from transformers import AutoConfig
 
     with torch.device("meta"):
-        return auto_class(config).from_config(AutoConfig.for_model(**config))
-
-
-def auto_class(config: Mapping[str, Any]) -> Any:
-    """The class of transformers by which OpenRLHF loads a model with this config.json."""
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
-
-    return AutoModelForImageTextToText if "vision_config" in config else AutoModelForCausalLM
+        return models.auto_class(config).from_config(AutoConfig.for_model(**config))
 
 
 # ---- sizes ----

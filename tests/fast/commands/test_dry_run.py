@@ -134,10 +134,12 @@ def test_memory_of_a_trained_model_by_hand() -> None:
     assert stage_3["gradients, in exchange"] == (10**9, 10**9, 10**9, 10**9, 0)
     # ZeRO-3 adds the gradients of earlier micro-batches where they are.
     assert memory_of_actor("--ds.zero_stage 3 --train.micro_batch_size 1")["gradients"] == (0, 0, 0, 500, 0)
+    # On the host the master weights and two moments, 4·250 each, are page-locked: 1024 each.
     asleep = memory_of_actor("--ds.enable_sleep --train.colocate_all")
-    assert asleep["optimizer states"] == (0, 0, 3000, 3000, 3000)
+    assert asleep["optimizer states"] == (0, 0, 3000, 3000, 3072)
+    # Moments 8·250 and sums 2·250; page-locked master weights and gradients, 1024 each, and a copy of 2·250, thus 512.
     offloaded = memory_of_actor("--ds.adam_offload")
-    assert offloaded["optimizer, offloaded"] == (0, 0, 0, 0, 4500)
+    assert offloaded["optimizer, offloaded"] == (0, 0, 0, 0, 5060)
     assert "gradients" not in offloaded
     # Two samples at a time: twice as many tokens, and no earlier micro-batch.
     two_samples = memory_of_actor("--train.micro_batch_size 2")

@@ -49,7 +49,7 @@ def test_replaced_in_both_spellings_and_in_what_was_added() -> None:
         ("--rollout.temp 1", "unknown flag '--rollout.temp'"),
         ("--algo.kl.estimator k9", "invalid choice: 'k9'"),
         ("--actor.eps_clip_low_high 1", "--actor.eps_clip_low_high: expected 2 arguments"),
-        ("--train.seed 1 2", "--train.seed 1 2: takes one value."),
+        ("--train.seed 1 2", "--train.seed 1 2: takes one value; quote one"),
         ("--train.seed 2 --ds.packing_samples 2", "--ds.packing_samples 2: takes no value; write the flag alone."),
         ("--actor.eps_clip_low_high 1 2 3", "--actor.eps_clip_low_high 1 2 3: takes 2 values."),
         ("--algo.advantage.estimator group_norm", "group_norm requires n_samples_per_prompt > 1"),
