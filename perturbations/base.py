@@ -156,7 +156,10 @@ class Perturbation(GateOptions, ABC):
 
     @property
     def density_of_vector(self) -> bool:
-        """Whether :meth:`log_density` is of the fed vector itself, which replay then feeds detached, not of draws."""
+        """Whether :meth:`log_density` is the density of the fed vector, and not of draws that the vector is made from.
+
+        Replay then feeds the vector as a constant: only its density has a gradient.
+        """
         return False
 
     @property
@@ -166,7 +169,10 @@ class Perturbation(GateOptions, ABC):
 
     @property
     def zero_mean_score(self) -> bool:
-        """Whether a perturbed position's gradient has mean 0 over the draws; else equal advantages push the policy."""
+        """Whether the loss's gradient at a perturbed position has mean 0 over the draws, as that of a log-density has.
+
+        Where it has not, advantages that are equal for all responses still change the policy.
+        """
         return True
 
     @property

@@ -29,7 +29,8 @@ class InputEdit:
         weights: w. Each row sums to 1, except with a ``mixture`` that is "free", with vectors, or with a module.
         sigma: noise scale σ, or None for no noise.
         vectors: v, or None: 4·D bytes of record per position. Replay feeds them as constants.
-        normalizer: the factor that normalising the weights divided out, where a density needs the raw draws; else None.
+        normalizer: n = τ log Σ_k exp(y_k / τ) of weights w = softmax(y / τ), so that a density gets the raw scores
+            y = τ log w + n again; None where no density needs them.
     """
 
     ids: Int64[Tensor, "rows candidates"]

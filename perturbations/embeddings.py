@@ -138,8 +138,9 @@ class ModelEmbeddings:
         total = None
         for key, index in self._indices.items():
             if index.is_queried:
-                self._up_to_date(key)
-            if key in self._outdated or index.drift is None:
+                self._up_to_date(key)  # the index takes in the latest sync, and measures its drift
+            missed_sync = key in self._outdated  # since no query has come
+            if missed_sync or index.drift is None:
                 continue
             total = index.drift if total is None else total + index.drift
         return total

@@ -235,13 +235,14 @@ class Registry:
         base = self.base_class()
         file = Path(path).name
         defined = {
-            attribute: value
-            for attribute, value in vars(module).items()
+            class_name: value
+            for class_name, value in vars(module).items()
             if isinstance(value, type) and value.__module__ == module.__name__
         }
-        of_kind = {attribute: cls for attribute, cls in defined.items() if issubclass(cls, base)}
+        of_kind = {class_name: value for class_name, value in defined.items() if issubclass(value, base)}
         if not attribute:
-            registered = [attribute for attribute, cls in of_kind.items() if cls in self.registered.values()]
+            in_registry = self.registered.values()
+            registered = [class_name for class_name, value in of_kind.items() if value in in_registry]
             candidates = registered or list(of_kind)
             if len(candidates) > 1:
                 choice = ", ".join(f"{path}:{candidate}" for candidate in candidates)

@@ -85,13 +85,14 @@ def largest(logits: Tensor, k: int, maxima: Tensor | None = None) -> tuple[Tenso
     Of equal logits the lower id comes first; on a CPU for k = 1 only. ``maxima``: :attr:`Summary.maxima`, where the
     caller has them.
     """
+    on_cpu = logits.device.type == "cpu"
+    if on_cpu and logits.shape[-1] % BLOCK:
+        return _top_k(logits, k)  # among equal -inf, torch.topk may choose a place of the padding of the last block
     # The k largest logits lie within the k blocks with the largest maxima.
     if maxima is None:
         maxima = blocks(logits).amax(dim=-1)
-    if logits.device.type != "cpu":
+    if not on_cpu:
         return _largest_by_blocks(logits, k, maxima)
-    if logits.shape[-1] % BLOCK:
-        return _top_k(logits, k)
     _, best_blocks = _top_k(maxima, min(k, maxima.shape[-1]))  # (B, k)
     best_blocks = best_blocks.sort(dim=-1).values  # in the order of their ids, as the tokens are in the row
     values, tokens = _tokens_of_blocks(logits, best_blocks, BLOCK)  # (B, k, 64) each

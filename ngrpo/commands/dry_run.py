@@ -23,8 +23,8 @@ from perturbations.errors import UsageError
 _WIDTH = 100
 _WRONG = "WRONG"  # in each line about an error
 _INDENT = " " * 9  # of the lines below a check's first one
-_MOST_FLAG_COLUMNS = 48  # of an added flag whose reason stands beside it
-_MOST_VALUE_COLUMNS = 28  # of a value above whose default the others' are aligned
+_MOST_FLAG_COLUMNS = 48  # an added flag that is longer has its reason on the next line
+_MOST_VALUE_COLUMNS = 28  # a value that is longer does not widen the column of values
 
 
 def dry_run(run: RunConfig, shape: str, *, checks_only: bool = False) -> int:

@@ -112,17 +112,19 @@ Layer = Callable[[CompleteRun], dict[str, Default]]
 _OUTPUTS = {"--ckpt.output_dir": "model", "--ckpt.path": "checkpoints", "--logger.tensorboard_dir": "tensorboard"}
 # Another flag that sets the same thing: where the user gives it, the default of ours would override it silently.
 _SAME_SETTING = {"--actor.eps_clip_low_high": "--actor.eps_clip"}
-# OpenRLHF would not read these flags beside the one of the task.
+# A flag of the task is not added where the user gives one of those on the right: OpenRLHF would read the task's instead
+# of it, and evaluates with a reward model nowhere.
 _IN_PLACE_OF_TASKS = {
     "--reward.remote_url": ("--reward.model_name_or_path", "--train.agent_func_path"),
-    "--data.apply_chat_template": ("--data.input_template",),
+    "--eval.dataset": ("--reward.model_name_or_path",),
 }
 UNPREPARED: dict[str, Default] = {
     "--data.prompt_dataset": "of the task",
     "--data.apply_chat_template": None,
     "--reward.remote_url": "of the task",
 }
-"""Stand-in flags for a task without files: OpenRLHF's parser refuses flags without a dataset and a reward."""
+"""Stand-in flags for a task without files: OpenRLHF's parser demands a dataset and a reward, and a patch of the chat
+template is checked where it is applied."""
 
 
 def of_folder(complete: CompleteRun) -> dict[str, Default]:
@@ -211,8 +213,8 @@ def of_task(complete: CompleteRun) -> dict[str, Default]:
     if complete.run.task is None:
         return {}
     defaults = UNPREPARED if complete.task_files is None else complete.task_files.flags
-    given = complete.flags
-    return {name: value for name, value in defaults.items() if not given.has(*_IN_PLACE_OF_TASKS.get(name, ()))}
+    flags = complete.flags
+    return {name: value for name, value in defaults.items() if not flags.has(*_IN_PLACE_OF_TASKS.get(name, ()))}
 
 
 def of_limits(complete: CompleteRun) -> dict[str, Default]:

@@ -58,7 +58,7 @@ class Combination:
         return self.flags.or_default(flag)
 
     def last(self, is_named: Callable[[Flag], bool]) -> Flag | None:
-        """The last flag of this name, which is the one that argparse takes; None where there is none."""
+        """The last flag for which ``is_named`` holds, since argparse takes the last one; None where there is none."""
         named = [flag for flag in self.flags if is_named(flag)]
         return named[-1] if named else None
 
@@ -91,19 +91,19 @@ def flag(name: str, *, off: str = "", only: str = "") -> Feature:
         only: the only value that counts; empty for all.
     """
 
-    def is_named(flag: Flag) -> bool:
-        return name == flag.name or name in flag.name.lstrip("-")
+    def is_named(candidate: Flag) -> bool:
+        return name == candidate.name or name in candidate.name.lstrip("-")
 
     def shown(combination: Combination) -> str:
-        flag = combination.last(is_named)
-        if flag is None:
+        last_flag = combination.last(is_named)
+        if last_flag is None:
             return ""
-        value = flag.values[0] if flag.values else ""
+        value = last_flag.values[0] if last_flag.values else ""
         compared = value.lower()
         with suppress(ValueError):
             compared = f"{float(value):g}"
         counts = compared == only if only else compared not in off.split()
-        return f"{flag.name} {value}".rstrip() if counts else ""
+        return f"{last_flag.name} {value}".rstrip() if counts else ""
 
     label = name if name.startswith("--") else f"--…{name}…"
     if only:
@@ -221,8 +221,8 @@ def bounds(name: str, holds: Callable[[float, float], bool]) -> Feature:
     """Bounds of the importance weights for which a condition holds; words that the parser refuses have none."""
 
     def shown(combination: Combination) -> str:
-        flag = combination.last(lambda flag: flag.name == BOUNDS)
-        words = ("0.5", "5.0") if flag is None else flag.values  # OpenRLHF's default
+        last_flag = combination.last(lambda candidate: candidate.name == BOUNDS)
+        words = ("0.5", "5.0") if last_flag is None else last_flag.values  # OpenRLHF's default
         with suppress(ValueError, IndexError):
             numbers = [float(word) for word in words]
             high = numbers[-1]

@@ -66,6 +66,8 @@ TOKENLESS_SCORE = density(
 DRAWING = density("of the draws that choose the text", lambda perturbation: perturbation.draws_text)
 
 
+# ``@partial(Feature, LABEL)`` makes a feature of the function below it, which becomes the feature's ``shown``. So the
+# names in lower case are features like the others.
 @partial(Feature, "--perturbation NAME with text that is not drawn from the policy")
 def unsampled(combination: Combination) -> str:
     """Shows the options with which the perturbation's text would be sampled, too."""
@@ -214,8 +216,8 @@ def _is_embedding(module: str) -> bool:
 def lora_on_embedding(combination: Combination) -> str:
     if not LORA.shown(combination):
         return ""
-    flag = combination.last(lambda flag: flag.name == TARGET_MODULES)
-    modules = () if flag is None else flag.values
+    last_flag = combination.last(lambda candidate: candidate.name == TARGET_MODULES)
+    modules = () if last_flag is None else last_flag.values
     embeddings = [module for module in modules if _is_embedding(module)]
     return f"{TARGET_MODULES} {' '.join(embeddings)}" if embeddings else ""
 

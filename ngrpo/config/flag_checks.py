@@ -382,16 +382,17 @@ def check_rows(flags: Flags) -> str | None:
     """
     args = flags.args
     prompts = _prompts_per_step(args)
-    responses = args["rollout.n_samples_per_prompt"]
+    responses_per_prompt = args["rollout.n_samples_per_prompt"]
     batch = args["train.batch_size"]
     rows = _row_count(flags, args)
     passes = 1
-    if prompts * responses % batch:  # a remainder goes into the next epoch or step (`run_notes.batch_notes`)
+    if prompts * responses_per_prompt % batch:  # a remainder goes into the next epoch or step (`run_notes.batch_notes`)
         passes = args["train.max_epochs"] * args["train.num_episodes"]
-    if rows is not None and rows * responses * passes < batch:
+    if rows is not None and rows * responses_per_prompt * passes < batch:
         raise UsageError(
-            f"{rows} rows × --rollout.n_samples_per_prompt {responses} are fewer responses than --train.batch_size"
-            f" {batch}, so no step would update the weights. Give more rows, or --train.batch_size {rows * responses}."
+            f"{rows} rows × --rollout.n_samples_per_prompt {responses_per_prompt} are fewer responses than"
+            f" --train.batch_size {batch}, so no step would update the weights. Give more rows, or --train.batch_size"
+            f" {rows * responses_per_prompt}."
         )
     if not _may_hang(args):
         return None
@@ -404,8 +405,8 @@ def check_rows(flags: Flags) -> str | None:
     if fitting != rows:
         fix = f"a smaller --rollout.batch_size than {prompts}, or more rows" if fitting == 0 else f"{_ROWS} {fitting}"
         raise UsageError(
-            f"the last step of {rows} rows has {rows % prompts} prompts × {responses} responses, which do not divide"
-            f" over {placement.rank_groups(args)['actor']} ranks: it would hang. Fix: {fix}."
+            f"the last step of {rows} rows has {rows % prompts} prompts × {responses_per_prompt} responses, which do"
+            f" not divide over {placement.rank_groups(args)['actor']} ranks: it would hang. Fix: {fix}."
         )
     return None
 

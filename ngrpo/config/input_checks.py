@@ -323,11 +323,14 @@ def _check_generation_config(path: Path) -> None:
 
     try:
         GenerationConfig.from_pretrained(path.parent).validate(strict=True)
+    except OSError:  # not JSON: transformers leaves the file out
+        return
     except ValueError as error:
-        _, *faults = str(error).splitlines()
+        _, *faults = [*str(error).splitlines(), ""]
+        reason = faults[0] or str(error)
         raise UsageError(
-            f"{path}: transformers loads it and refuses to save it, after the training: {' '.join(faults[:1])} Correct"
-            ' the file (with a temperature, top_p or top_k: add "do_sample": true).'
+            f"{path}: transformers loads it and refuses to save it, after the training: {reason} Correct the file (with"
+            ' a temperature, top_p or top_k: add "do_sample": true).'
         ) from None
 
 

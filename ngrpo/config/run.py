@@ -233,7 +233,7 @@ class RunConfig:
 
     @property
     def second_round(self) -> SecondRound | None:
-        """What is asked where all responses to a prompt are wrong; None for nothing."""
+        """What asks for further responses to a prompt, such as where all are wrong; None for one round."""
         return self.part("second_round")
 
     @property
@@ -254,7 +254,10 @@ class RunConfig:
 
     @property
     def changes_rollouts(self) -> bool:
-        """Whether engines draw in another way than vLLM's own, and responses come with a record."""
+        """Whether ngrpo configures the engines: they draw tokens in its own way, or record how they drew.
+
+        Noise on the weights alone leaves the engines as they are.
+        """
         has_own_draws = self.perturbation is not None or self.sampling_schedule is not None or self.reproducible
         return has_own_draws or self.has_side_records
 
@@ -315,7 +318,8 @@ class RunConfig:
 
     def flags(self) -> dict[str, Any]:
         """The run as flags without dashes, as a file of ``--config`` has them; its folder and its log stay out."""
-        lines: dict[str, Any] = {"perturbation": "none"}  # a replay buffer needs one, and none is one
+        # Without a perturbation too: a replay buffer is refused where no perturbation is named, and "none" is a name.
+        lines: dict[str, Any] = {"perturbation": "none"}
         for name, spec in self.specs.items():
             root = KINDS[name].flag.removeprefix("--")
             for key, value in spec.items():

@@ -78,17 +78,18 @@ def flag_notes(complete: CompleteRun) -> Iterator[str]:
 def batch_notes(complete: CompleteRun) -> Iterator[str]:
     """Warnings about responses of a step that fill no micro-batch, or no batch."""
     flags, args = complete.flags, complete.args
-    prompts, responses, batch = (int(flags.or_default(size)) for size in SIZES[:3])
+    prompts, responses_per_prompt, batch = (int(flags.or_default(size)) for size in SIZES[:3])
     dynamic = flags.has("--train.dynamic_batch_enable")
-    total = min(prompts, args["rollout.vllm_generate_batch_size"]) * responses
-    micro_batches = args["train.micro_batch_size"] * placement.rank_groups(args)["actor"]  # over all ranks
-    lost = 0 if dynamic else total % micro_batches
+    responses = min(prompts, args["rollout.vllm_generate_batch_size"]) * responses_per_prompt
+    # The responses of one micro-batch on every rank.
+    responses_at_once = args["train.micro_batch_size"] * placement.rank_groups(args)["actor"]
+    lost = 0 if dynamic else responses % responses_at_once
     if lost:
         yield (
-            f"{lost} of the {total} responses of a step fill no --train.micro_batch_size and are never trained. Have a"
-            f" multiple of {micro_batches} responses, or add --train.dynamic_batch_enable."
+            f"{lost} of the {responses} responses of a step fill no --train.micro_batch_size and are never trained."
+            f" Have a multiple of {responses_at_once} responses, or add --train.dynamic_batch_enable."
         )
-    trained = total - lost
+    trained = responses - lost
     if trained % batch:
         fate = "is never trained"
         if not dynamic:

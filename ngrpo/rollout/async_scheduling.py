@@ -90,13 +90,13 @@ class Note:
 class Notes:
     """The queue of notes, first in, first out.
 
-    Tokens and edits of up to :data:`STEPS_AT_ONCE` steps are written together, once they have arrived. Which tokens
-    sampling left is copied to the host only after that: the size of the copy is their number, which arrives with the
-    tokens. So these copies arrive later and have a queue of their own. A worker that records them writes each step at
-    once, so that the device keeps the bits of few steps.
+    Tokens and edits of up to :data:`STEPS_AT_ONCE` steps are written together, once they have arrived. The tokens that
+    sampling left are copied to the host only then: their number, and so the size of their copy, arrives with the drawn
+    tokens. Notes that wait for this second copy have a queue of their own. A worker that records sampling masks writes
+    each step by itself, so that the device keeps the bits of few steps.
 
     Attributes:
-        taken: the number of notes ever added.
+        added: the number of notes ever added.
         written: the number of notes that are completely in the stores.
     """
 

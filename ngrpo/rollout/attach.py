@@ -184,7 +184,11 @@ class AttachedPerturbation:
         return fingerprint(self.perturbation, self.schedule)
 
     def warm_up(self) -> None:
-        """Compiles what the first requests need. An index of neighbors is built only where that happens ahead."""
+        """Compiles what the first requests need.
+
+        Edits are rehearsed only where neighbor tables are made ahead of requests, as on a GPU. Where their rows are
+        filled on first use, as on a CPU, a rehearsal would fill some.
+        """
         with torch.inference_mode():
             for rows in (2, 1):  # torch.compile specialises on a batch of 1
                 self.perturber.rehearse(self._example_logits(rows), edits=self._prepares)
@@ -192,8 +196,10 @@ class AttachedPerturbation:
     def _example_logits(self, rows: int) -> Tensor:
         """Logits of zeros, (rows, V), in the dtype and with the strides of those that the runner samples from."""
         padded = -(-self._vocabulary // _VOCABULARY_PADDING) * _VOCABULARY_PADDING
-        dtype = self._runner.model_config.dtype if runs_v2(self._runner) else torch.float32
-        return torch.zeros(rows, padded, dtype=dtype, device=self._runner.device)[:, : self._vocabulary]
+        dtype = self._runner.model_config.dtype
+        logits = torch.zeros(rows, padded, dtype=dtype, device=self._runner.device)[:, : self._vocabulary]
+        # V1's sampler copies the logits into float32, without the padding unless they are float32 already.
+        return logits if runs_v2(self._runner) else logits.to(torch.float32)
 
     def _with_refresh(self, original: Callable[..., None]) -> Callable[..., None]:
         """Wraps the run by which vLLM measures its memory, so that it includes what a weight sync needs.
@@ -363,6 +369,8 @@ def _embeddings(
         start = module.shard_indices.org_vocab_start_index
         return Shard(weight, vocabulary, start, over_ranks(get_tp_group().device_group))
 
+    # The output head: the only one of the language model or, if it has none, of the whole model; with several or none,
+    # the language model's attribute `lm_head`. A head that shares the input matrix counts as none.
     owner = language_model(model)
     heads = [module for module in owner.modules() if isinstance(module, ParallelLMHead)]
     if not heads:

@@ -87,8 +87,8 @@ class Comparison(NamedTuple):
 
     subject: str
     apart: float  # mean |Δ log p| in nats
-    effect: float  # of the other token, likewise
-    allowed: float | None = None  # fraction of the effect; None: that of the model's precision
+    effect: float  # mean |Δ log p| in nats that another token in the text makes at the same places
+    allowed: float | None = None  # how far apart they may be, as a fraction of the effect; None: by the precision
 
 
 def reads_tokens_elsewhere(modules: Iterable[nn.Module], embedding: VocabParallelEmbedding) -> bool:
@@ -188,7 +188,7 @@ def check_texts(
 def compared(
     plain: Mapping[str, Answer], fed: Mapping[str, Answer], row: int, *, reads_tokens: bool, what: str, unit: str
 ) -> list[Comparison]:
-    """What an engine and a trainer must agree on with themselves.
+    """The comparisons that an engine, or a trainer's model, must pass: its results with overrides and without.
 
     Args:
         plain: without overrides, of the ``first`` text, the ``text``, the ``last`` one, and the ``swapped`` one, which
@@ -239,18 +239,15 @@ def compared(
             )
         )
         return comparisons
-    # The row is a sum in which a table that follows the token in the text has a share. So it is not that of the swapped
-    # text, and all that is known is that this very row changes.
+    # The model adds what is fed and a value that it looks up by the token in the text. So the log-probabilities of the
+    # row are not those of the swapped text: all that is known is that they change, here by a tenth as much at least.
     unchanged = text.log_probs(row, row + 1)
     expected_change = distance(unchanged, swapped.log_probs(row, row + 1))
-    unchanged_share = 1.0
-    if expected_change:
-        change = distance(unchanged, fed["other"].log_probs(row, row + 1))
-        unchanged_share = 1.0 - min(change / expected_change, 1.0)
+    change = distance(unchanged, fed["other"].log_probs(row, row + 1))
     comparisons.append(
         Comparison(
             f"{subject}, which must change",
-            apart=unchanged_share * expected_change,
+            apart=max(expected_change - change, 0.0),
             effect=expected_change,
             allowed=0.9,
         )

@@ -134,7 +134,10 @@ class Chunks(ChunkTable):
         return {name: array[rows] for name, array in self._arrays.items()}
 
     def find(self, slot: int, name: str, value: int) -> int:
-        """Index of a slot's first row with a ``name``, ascending along the slot, that is not below a value."""
+        """The index of a slot's first row whose field ``name`` is at least ``value``; its row count if there is none.
+
+        The field must ascend along the slot.
+        """
         count = int(self.counts[slot])
         if not count:
             return 0

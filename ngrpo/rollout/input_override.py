@@ -19,7 +19,8 @@ PLAIN = -1  # the source of a row that is the model's own
 class _OverriddenForward(nn.Module):
     """Calls the forward of ``bare_embedding`` and replaces rows of its result.
 
-    The module's own class comes earlier in the method resolution order, so a factor that it applies comes after this.
+    In the method resolution order the module's own class comes before this one, so that a factor by which it multiplies
+    embeddings is applied to replaced rows too.
 
     Attributes:
         bare_embedding: the class whose forward gives rows of the matrix; a base of the module's class.
@@ -83,8 +84,8 @@ class InputOverride:
             hidden: D.
             dtype: of the embedding.
             device: of the embedding.
-            bare: the class among the module's bases with a forward to rows of the matrix, which Gemma's then scales in
-                vLLM's Transformers backend; the module's own by default.
+            bare: the module's class or a base of it, whose forward returns rows of the matrix unchanged; None for the
+                module's class. In vLLM's Transformers backend Gemma's own class scales these rows afterwards.
         """
         module_class: type[nn.Module] = type(module)
         self._bare = module_class if bare is None else bare

@@ -198,17 +198,19 @@ class RolloutPerturber:
     def _lay_out(self, slots: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> None:
         """Tells the override where the input of each row of the forward comes from."""
         ends = starts + counts
-        last_rows = np.cumsum(counts) - 1
+        last_rows = np.cumsum(counts) - 1  # the forward's row of each request's last position, (B,)
         sources = np.full(int(counts.sum()), PLAIN, dtype=np.int32)
-        # An edit of the last step goes to the last position of its request, if that is in the batch and has got there.
-        rows = self._row_of_slot[self._drawn_slots]
-        is_next = (rows >= 0) & (ends[rows] - 1 == self._drawn_positions)
+        # An edit of the last step is fed where its position is the last one that the forward computes of its request.
+        batch_rows = self._row_of_slot[self._drawn_slots]  # of the last step's rows; -1 where a request is not here
+        is_next = (batch_rows >= 0) & (ends[batch_rows] - 1 == self._drawn_positions)
         drawn_rows = is_next.nonzero()[0]
-        sources[last_rows[rows[drawn_rows]]] = drawn_rows
+        overridden_rows = last_rows[batch_rows[drawn_rows]]
+        sources[overridden_rows] = drawn_rows
         self._in_order = len(sources) == len(slots) and np.array_equal(sources, np.arange(len(slots)))
-        # Ordinary decoding computes just the position that the last step drew; the rest comes from the store.
-        fresh = (counts == 1) & (starts == self._last_position[slots])
-        stored = (~fresh | self._store.ahead[slots]) & self._store.has_edits[slots]
+        # Decoding computes just the position that the last step drew, whose edit is placed by now. Edits of all others
+        # are in the store; with `ahead`, of the start-up check, that of this position too.
+        only_decodes = (counts == 1) & (starts == self._last_position[slots])
+        stored = (~only_decodes | self._store.ahead[slots]) & self._store.has_edits[slots]
         for row in stored.nonzero()[0]:
             edited_rows = self._place_stored(
                 slot=int(slots[row]),
@@ -234,7 +236,7 @@ class RolloutPerturber:
         rows = first_row + positions - start
         seeds = np.full_like(positions, self._store.seeds[slot])
         noise_keys = streams.keys(seeds, positions, streams.Stream.NOISE)
-        # The start-up check's rows are not of the perturbation, so that they do not pass its module.
+        # The start-up check (`ahead`) feeds rows of the matrix, which must not pass the perturbation's module.
         module = None if self._store.ahead[slot] else self._module
         # In chunks: a prompt has many times the rows of a step, and vLLM measured memory with a step's rows. The noise
         # of a row takes as much memory as four candidates.
@@ -442,8 +444,8 @@ class RolloutPerturber:
         self._drawn_slots = batch.slots
         self._drawn_positions = batch.next_positions
         if not kept.all():
-            self._in_order = False
-        # Only what this very step drew can be fresh in the next one; anything older comes from the store.
+            self._in_order = False  # a row whose token is thrown away goes on with its prompt
+        # A slot that is not in this step has -1: if it comes back, its edits come from the store.
         self._last_position.fill(-1)
         self._last_position[batch.slots[kept]] = batch.next_positions[kept]
         self._store.has_edits[may_edit] = True

@@ -126,7 +126,7 @@ def _workers_without_hooks() -> Iterator[None]:
 
 
 def check_installed(fingerprints: Sequence[str], expected: str | None = None) -> None:
-    """Raises RuntimeError unless every worker of an engine runs the same, expected perturbation; None for any."""
+    """Raises RuntimeError unless every worker of an engine perturbs, and has the fingerprint ``expected`` if given."""
     for rank, fingerprint in enumerate(fingerprints):
         if not fingerprint:
             raise RuntimeError(

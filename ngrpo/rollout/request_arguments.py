@@ -206,7 +206,7 @@ def _shared_tokens(request: Request) -> int:
     record = request_arguments(request.sampling_params).get("record")
     if not record:
         return request.num_prompt_tokens
-    # vLLM asks for every block, so that the record is read for the first one only.
+    # vLLM calls this for every block. The record is read at the first call, and its first position is kept.
     if not hasattr(request, _FIRST_POSITION):
         positions = ReplayRecord.from_bytes(record).positions
         first = int(positions[0]) if len(positions) else request.num_prompt_tokens

@@ -56,7 +56,10 @@ class RequestNames:
         return list(internal_ids)
 
     def with_samples(self, requests: Iterable[str]) -> list[str]:
-        """As :meth:`matching`, with all samples of a request that is named by one of them or by its internal id."""
+        """As :meth:`matching`, and all samples of each request that has several.
+
+        Such a request is named by its own internal id, or by that of one of its samples.
+        """
         requests = list(requests)
         internal_ids = dict.fromkeys(self.matching(requests))
         for request in requests:
@@ -113,7 +116,9 @@ class RunningRequests:
 
     @property
     def running(self) -> int:
-        """Requests alive: those not reported as finished, except where their record has been handed over."""
+        """How many requests run: not those that vLLM has reported as finished or aborted, nor those whose record has
+        been handed over.
+        """
         return sum(name not in self._dropped and name not in self._ended for name in self._store.live)
 
     def update(self, scheduler_output: SchedulerOutput) -> None:

@@ -183,7 +183,7 @@ class RoutedExperts:
         return RoutedStep(download(experts), tokens)
 
     def write(self, step: RoutedStep) -> None:
-        """Keeps a step's experts, which have arrived; a token computed again keeps the experts of its draw."""
+        """Keeps a step's experts, which have arrived; a token that is computed again keeps those of its draw."""
         tokens = step.tokens
         experts = step.experts.numpy()
         if experts.dtype != np.uint8:
@@ -239,7 +239,8 @@ def _watch(layer: MoERunner, take: Callable[[Tensor], None]) -> None:
         layer.router.set_capture_fn(take)
         return
     kernel = getattr(getattr(layer._quant_method, "moe_kernel", None), "fused_experts", None)
-    supports_capture = getattr(kernel, "supports_routing_replay_capture", bool)()
+    asks_support = getattr(kernel, "supports_routing_replay_capture", None)
+    supports_capture = asks_support is not None and asks_support()
     if supports_capture and hasattr(kernel, "set_capture_fn"):  # vLLM 0.32 has no such method
         kernel.set_capture_fn(take)
         return

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's two model runners, V1 and V2 (0.26 to 0.33): where the perturber takes part in a step.
 
-The methods are wrapped by which a runner learns which requests come and go, lays out the inputs of a forward, and
-draws the tokens; in V2 also ``sample``, which computes the logits, and the sampler's ``apply_min_p``. The wrappers look
-up the perturber at each step, since it can be replaced.
+Three methods of a runner are wrapped: the one that takes in which requests come and go, the one that lays out the
+inputs of a forward, and the one that draws the tokens. In V2 ``sample``, which computes the logits, and the sampler's
+``apply_min_p`` are wrapped too. The wrappers look up the perturber at each step, since it can be replaced.
 """
 
 import inspect
@@ -242,8 +242,8 @@ class _SamplingV2(NamedTuple):
         perturber: that samples.
         composition: of the perturber's batch.
         temperature: (B,) float32, 1 for greedy rows.
-        cold: the greedy rows, (B,) bool; None where there are none.
-        min_p: whether any row has one.
+        is_greedy: the greedy rows, (B,) bool; None where there are none.
+        min_p: whether any row has a min-p.
         top_k: (B,); None where no row has one.
         top_p: (B,); None where no row has one.
     """
@@ -251,7 +251,7 @@ class _SamplingV2(NamedTuple):
     perturber: RolloutPerturber
     composition: int
     temperature: Tensor
-    cold: Tensor | None
+    is_greedy: Tensor | None
     min_p: bool
     top_k: Tensor | None
     top_p: Tensor | None
@@ -261,10 +261,10 @@ class _SamplingV2(NamedTuple):
         """Reads the slots of a batch's rows, (B,), which vLLM has on the device and on the host."""
         states = sampler.sampling_states
         temperature = states.temperature.gpu[slots]
-        cold = None
+        is_greedy = None
         if states.any_greedy(slots_np):
-            cold = temperature == 0.0
-            temperature = torch.where(cold, 1.0, temperature)
+            is_greedy = temperature == 0.0
+            temperature = torch.where(is_greedy, 1.0, temperature)
         # Read as temperature and min-p are: the parameters of get_top_k_top_p differ between releases.
         has_top_k = bool((states.top_k.np[slots_np] != states.vocab_size).any())
         has_top_p = bool((states.top_p.np[slots_np] != 1.0).any())
@@ -272,7 +272,7 @@ class _SamplingV2(NamedTuple):
             perturber=perturber,
             composition=perturber.composition,
             temperature=temperature,
-            cold=cold,
+            is_greedy=is_greedy,
             min_p=bool(states.min_p.np[slots_np].any()),
             top_k=states.top_k.gpu[slots] if has_top_k else None,
             top_p=states.top_p.gpu[slots] if has_top_p else None,
@@ -286,10 +286,10 @@ def _sample_v2(sampler: SamplerV2, perturbation: AttachedPerturbation) -> Callab
     original = sampler.sample
     states = sampler.sampling_states
     original_min_p = states.apply_min_p
-    # Releases differ in the other arguments, which are handed on as they are.
-    names = list(inspect.signature(original).parameters)
-    slots_at = names.index("expanded_idx_mapping") - 1
-    slots_np_at = names.index("idx_mapping_np") - 1
+    # Releases differ in the arguments after the logits, which are handed on as they are.
+    names_after_logits = list(inspect.signature(original).parameters)[1:]
+    place_of_slots = names_after_logits.index("expanded_idx_mapping")
+    place_of_slots_np = names_after_logits.index("idx_mapping_np")
     # vLLM 0.26 applies the parameters in place and in the dtype of the logits, later releases in a float32 copy.
     applies_in_copy = hasattr(sampler, "needs_logits_processing")
     seen: _SamplingV2 | None = None
@@ -299,14 +299,14 @@ def _sample_v2(sampler: SamplerV2, perturbation: AttachedPerturbation) -> Callab
         if not perturbation.perturber.busy:
             original_min_p(logits, expanded_idx_mapping, idx_mapping_np)
 
-    def sample(logits: Tensor, *rows: Any, **kwargs: object) -> tuple[Tensor, Tensor]:
+    def sample(logits: Tensor, *arguments: Any, **kwargs: object) -> tuple[Tensor, Tensor]:
         nonlocal seen
         perturber = perturbation.perturber
         if not perturber.busy:  # a dummy run, by which vLLM warms up and measures its memory
             perturber.rehearse(logits)
-            return original(logits, *rows, **kwargs)
-        slots = rows[slots_at]
-        slots_np = rows[slots_np_at]
+            return original(logits, *arguments, **kwargs)
+        slots = arguments[place_of_slots]
+        slots_np = arguments[place_of_slots_np]
         # A request keeps its parameters and its slot while it runs.
         if seen is None or seen.perturber is not perturber or seen.composition != perturber.composition:
             seen = _SamplingV2.of(sampler, slots, slots_np, perturber)
@@ -316,8 +316,8 @@ def _sample_v2(sampler: SamplerV2, perturbation: AttachedPerturbation) -> Callab
             return perturber.finish(logits, seen.temperature, logits, None, output_hidden), logits
         # Where no request changes its logits, these are the model's own, in its dtype: the draw reads them as they are.
         changeable = logits if applies_in_copy else logits.float()
-        scaled = sampler.apply_sampling_params(changeable, *rows, skip_top_k_top_p=True)
-        greedy = None if seen.cold is None else torch.where(seen.cold, scaled.argmax(dim=-1), -1)
+        scaled = sampler.apply_sampling_params(changeable, *arguments, skip_top_k_top_p=True)
+        greedy = None if seen.is_greedy is None else torch.where(seen.is_greedy, scaled.argmax(dim=-1), -1)
         temperature = seen.temperature
         factor = perturber.temperature_factor(scaled, temperature, greedy)
         if factor is not None:

@@ -19,7 +19,8 @@ from ngrpo.rollout.chunks import Chunks, ChunkTable, grown, ranges
 from perturbations.errors import require
 from perturbations.replay.sampling_mask import SamplingMask, as_words
 
-# Eight bytes of 0 or 1 times this number have them as the bits of the highest byte, the first as the lowest.
+# Packs eight bytes of 0 or 1 into one. Of the eight as an int64, times this number, the highest byte has them as its
+# bits: byte i is bit i.
 _GATHER_BITS = 0x0102040810204080
 # Tokens picked out at once; each takes some 60 bytes of the device's memory while that runs.
 PICKED_AT_ONCE = 1 << 20
@@ -47,7 +48,8 @@ def pack(drawable: Tensor) -> tuple[Tensor, Tensor]:
     if size % 8:
         mask = F.pad(mask, (0, -size % 8))
     eight_tokens = mask.view(torch.int64)
-    bits = (eight_tokens * _GATHER_BITS).view(torch.uint8)[:, 7::8]
+    products = eight_tokens * _GATHER_BITS
+    bits = products.view(torch.uint8)[:, 7::8]  # the highest byte of an int64 is its last one in memory
     inverted = (2 * counts > size).mul(0xFF).to(torch.uint8)
     bits = bits ^ inverted.unsqueeze(-1)
     if size % 8:
@@ -221,7 +223,8 @@ class SamplingMaskStore:
 
     def _new_pool(self) -> np.ndarray:
         """Address space for as many chunks as the limit allows, uint16."""
-        # Not reserved: Linux joins neighboring pieces, and forks no process where these are more than the memory.
+        # Without reserved memory: Linux joins this piece with its neighbors, and refuses to fork a process with a
+        # reserved piece that is larger than the machine's memory.
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
         chunks = max(self._limit // _CHUNK_BYTES, 1)
         memory = mmap.mmap(-1, chunks * _CHUNK_BYTES, flags=flags)

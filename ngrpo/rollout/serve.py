@@ -65,7 +65,7 @@ class PerturbationMiddleware:
         request = perturbed.body
         scope = {**scope, "headers": list(scope["headers"])}
         headers = MutableHeaders(scope=scope)
-        # Records are found by request ids, so that a client's own id is made unique.
+        # Records are found by request id. A client may use its own id twice, so it is made unique.
         suffix = f"-{uuid.uuid4().hex}"
         if perturbed.with_record and _ID_HEADER in headers:  # vLLM prefers the header to the field
             headers[_ID_HEADER] += suffix

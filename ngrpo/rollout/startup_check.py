@@ -58,13 +58,16 @@ def checked_first(original: Callable[..., None], self: EngineCore, *args: object
 def with_calls_of_core(
     original: Callable[..., Any], self: EngineCore, method: object, *args: object, **kwargs: object
 ) -> Any:
-    """The remote procedures that concern an engine's core; all others concern its workers."""
+    """vLLM's `EngineCore.collective_rpc`: runs ``perturbation_check`` in the core itself.
+
+    Before ``perturbation_replace`` the workers close finished requests. Other procedures go to the workers alone.
+    """
     if method == "perturbation_check":
         return [check_when_idle(self)]
     if method != "perturbation_replace":
         return original(self, method, *args, **kwargs)
-    # vLLM tells workers of finished requests with the next step, which an engine in its caller's process takes with
-    # the next requests only.
+    # Workers learn only at the next step which requests have finished, and refuse a replacement until then. An engine
+    # in its caller's process makes that step only when requests come, so it is made here.
     while _is_idle(self) and (self.scheduler.has_finished_requests() or self.batch_queue):
         _, executed = self.step_fn()
         self.post_step(executed)

@@ -279,9 +279,9 @@ class StepKernels:
     # Only a graph computes keys on the device: as single operations they would be a hundred kernels.
     @_part
     def keyed(self, columns: StepColumns) -> tuple[Tensor, Tensor, Tensor]:
-        """The rows of a step and all of them as gated ones, with the keys of their draws, both as matrices.
+        """The matrices of :class:`StepRows`, (B, 6), and of :class:`GatedRows` with every row in it, (B, 4).
 
-        Also which of them rate and schedule select, (B,) bool.
+        Also which rows are selected, (B,) bool: they are eligible, and rate and schedule select them.
         """
         mixed = streams.of_positions(columns.seeds, columns.positions)
         rows = StepRows(

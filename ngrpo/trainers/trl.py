@@ -211,13 +211,14 @@ def _check_release() -> None:
         raise UsageError(f"TRL {release} is installed; supported: 1.16. Run: pip install --no-deps trl==1.16.0")
 
 
-def _seed_of_process(perturbation: int, config: GRPOConfig) -> int:
+def _seed_of_process(perturbation_seed: int, config: GRPOConfig) -> int:
     """The perturbation's seed in the engine of this process; it depends on the run's seed and on the process.
 
     TRL spreads a prompt's group over the processes and gives its requests no seeds, so every engine numbers the
     responses to a prompt from 1 on. With one seed, two engines would draw the same responses.
     """
-    return seeds.of_engine(seeds.of_engine(perturbation, config.seed), config.process_index)
+    seed_of_run = seeds.of_engine(perturbation_seed, config.seed)
+    return seeds.of_engine(seed_of_run, config.process_index)
 
 
 _SET_BY_TRL = {

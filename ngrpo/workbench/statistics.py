@@ -98,9 +98,9 @@ def interval(table: np.ndarray, *, share: bool = False) -> Interval:
 
     Args:
         table: one row per seed, one column per problem.
-        share: whether the values are shares. Their interval ends at 0 and 1. It is Wilson's (J. Am. Stat. Assoc. 22,
-            1927) where each seed, or with one seed each problem, has exactly 0 or 1. Wilson's is over problems, and not
-            seeds, where all seeds have the same and there are more problems than seeds.
+        share: whether the values are shares. Their interval then ends at 0 and 1. It is Wilson's (J. Am. Stat. Assoc.
+            22, 1927) where each seed (with one seed: each problem) has exactly 0 or exactly 1. Where all seeds have the
+            same value, and there are more problems than seeds, Wilson's interval is over the problems.
 
     Returns:
         ``value``, ``low`` and ``high`` (None without an interval), and ``over``: ``seeds``, ``problems``, or None for a
@@ -117,6 +117,7 @@ def interval(table: np.ndarray, *, share: bool = False) -> Interval:
     units = table[0] if seeds == 1 else table.mean(axis=1)
 
     if over and share and np.isin(units, (0.0, 1.0)).all():
+        # All seeds have 0 on every problem, or all have 1: each problem of one seed then counts as an outcome.
         if problems > seeds and _tied(units):
             units = table[0]
             over = "problems"
@@ -165,7 +166,8 @@ def paired(ours: np.ndarray, baseline: np.ndarray, *, of_problems: bool = False)
     Args:
         ours: one arm's table, seeds × problems.
         baseline: the other arm's, with the same seeds and problems in the same order.
-        of_problems: whether the tables' rows are problems and not seeds.
+        of_problems: whether the tables' rows are problems and not seeds. ``seeds`` and ``spread`` are then of problems,
+            and ``p`` is :func:`_p_of_problems`.
 
     Returns:
         As :func:`interval`, and in addition:
@@ -184,21 +186,21 @@ def paired(ours: np.ndarray, baseline: np.ndarray, *, of_problems: bool = False)
     table = np.atleast_2d(np.asarray(ours, dtype=np.float64) - np.asarray(baseline, dtype=np.float64))
     if not np.isfinite(table).all():
         raise ValueError(f"{int((~np.isfinite(table)).sum())} of {table.size} differences are not finite numbers.")
-    seeds, problems = table.shape
-    difference: Interval = {**within_shares(interval(table)), "p": None, "spread": None, "seeds": seeds}
+    rows, columns = table.shape  # seeds × problems, or problems × 1
+    difference: Interval = {**within_shares(interval(table)), "p": None, "spread": None, "seeds": rows}
 
-    if seeds == 1:
+    if rows == 1:
         return {**difference, "within_noise": _p_of_problems(table[0]) >= 1 - LEVEL}
 
-    by_seed = table.mean(axis=1)
-    if problems > 1 and _tied(by_seed):
+    row_means = table.mean(axis=1)
+    if columns > 1 and _tied(row_means):
         difference["tested"] = "problems"
         p = _p_of_problems(table.mean(axis=0))
     elif of_problems:
-        p = _p_of_problems(by_seed)
+        p = _p_of_problems(row_means)
     else:
-        p = _p_value(by_seed)
-    return {**difference, "p": p, "spread": float(by_seed.std(ddof=1)), "within_noise": p >= 1 - LEVEL}
+        p = _p_value(row_means)
+    return {**difference, "p": p, "spread": float(row_means.std(ddof=1)), "within_noise": p >= 1 - LEVEL}
 
 
 def _p_value(differences: np.ndarray) -> float:

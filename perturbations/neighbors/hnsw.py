@@ -53,14 +53,19 @@ class HnswIndex(TableIndex):
 
     @cached_property
     def _graph(self) -> Any:
-        """The graph; its vectors are in the order of ``_kept``."""
+        """The graph; its vectors are in the order of ``_kept``.
+
+        Building it also sets what the other methods read: ``_mean`` (D,) and ``_lengths`` (V,), by which
+        :meth:`_placed` places vectors, and the ``_hubs``, ascending ids, with their embeddings ``_hub_rows``.
+        """
         with torch.inference_mode(False), torch.no_grad():
             vectors = torch.cat([self._directions(block) for block in self._embedding.split(4096)])  # (V, D)
             self._mean = vectors.mean(dim=0)
             self._lengths = (vectors - self._mean).norm(dim=-1)
-            hub_rank = -self._exact.norms.float() if self.metric == "dot" else self._lengths
-            nearest_to_mean = hub_rank[self._kept].argsort(stable=True)[: self.hubs]
-            self._hubs = self._kept[nearest_to_mean].sort().values
+            # The hubs have the lowest ranks: for dot the longest vectors, else those closest to the mean.
+            rank = -self._exact.norms.float() if self.metric == "dot" else self._lengths
+            lowest_ranks = rank[self._kept].argsort(stable=True)[: self.hubs]
+            self._hubs = self._kept[lowest_ranks].sort().values
             self._hub_rows = self._embedding[self._hubs].float()
             with _one_thread() as faiss:
                 graph = faiss.IndexHNSWFlat(vectors.shape[1], self.links)
@@ -105,7 +110,8 @@ class HnswIndex(TableIndex):
         places = torch.from_numpy(places_in_graph)  # in self._kept, (Q, count)
         if (places < 0).any():
             return None  # the graph of hundreds of equal vectors can fall apart, so that a search finds too few
-        # The hubs by their scores, and the token itself last. The products become scores in place.
+        # The best hubs by their scores, without what is the same for all hubs of a token; the token itself is none. The
+        # products become the scores in place.
         products = self._embedding[tokens].float() @ self._hub_rows.T
         norms = self._exact.norms[self._hubs].float()
         if self.metric == "cosine":

@@ -71,11 +71,11 @@ class SamplingMask:
         return sum(value.nbytes for value in vars(self).values() if isinstance(value, np.ndarray))
 
     @classmethod
-    def of(cls, size: int, left: dict[int, tuple[bool, np.ndarray]]) -> SamplingMask:
-        """The mask from a pair for each position: whether the ids are of the tokens cut, and the ids."""
-        positions = sorted(left)
-        cut = [left[position][0] for position in positions]
-        id_sets = [left[position][1] for position in positions]
+    def of(cls, size: int, sets: dict[int, tuple[bool, np.ndarray]]) -> SamplingMask:
+        """The mask from a pair for each position: whether the ids are those cut (else those left), and the ids."""
+        positions = sorted(sets)
+        cut = [sets[position][0] for position in positions]
+        id_sets = [sets[position][1] for position in positions]
         all_ids = np.concatenate([np.zeros(0, dtype=np.int64), *id_sets]).astype(np.int64)
         counts = np.array([len(ids) for ids in id_sets], dtype=np.int64)
         words, lengths = as_words(all_ids, counts)
@@ -91,7 +91,7 @@ class SamplingMask:
         return len(self.positions)
 
     def by_position(self) -> dict[int, tuple[bool, np.ndarray]]:
-        """The argument ``left`` of :meth:`of`, from which this mask follows."""
+        """For each position whether its ids are those cut, and the ids: the argument ``sets`` of :meth:`of`."""
         all_ids, counts = as_ids(self.words, self.lengths)
         id_sets = np.split(all_ids, np.cumsum(counts)[:-1]) if len(self) else []
         positions = self.positions.tolist()

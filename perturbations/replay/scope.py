@@ -63,12 +63,13 @@ def flatten(records: Sequence[ReplayRecord | None], device: torch.device) -> Fla
             filled.append(np.zeros((len(record), *shape)) if array is None else array)
         return joined(filled, np.float32)
 
+    width = max(record.ids.shape[1] for record in present)  # K
+
     def widened(array: np.ndarray, mode: Literal["edge", "constant"]) -> np.ndarray:
-        """A record's candidates as (n, K): its last id repeated (edge), with weight 0 (constant)."""
+        """A record's candidates as (n, K): ids repeat the last one (edge), weights are filled up with 0 (constant)."""
         missing = width - array.shape[1]
         return np.pad(array, ((0, 0), (0, missing)), mode=mode) if missing else array
 
-    width = max(record.ids.shape[1] for record in present)  # K
     edit = InputEdit(
         ids=joined((widened(record.ids, "edge") for record in present), np.int64),
         weights=joined((widened(record.weights, "constant") for record in present), np.float32),
@@ -101,7 +102,7 @@ def flat_rows(
 ) -> tuple[Tensor, Tensor]:
     """The rows of N recorded positions in a forward's flattened tokens, and whether each position is among them.
 
-    A position is not, where the trainer has cut its trajectory. Returns rows (N,) int64 and inside (N,) bool.
+    Returns rows (N,) int64, and inside (N,) bool, which is False for a position that the trainer has cut off.
 
     Args:
         sample: the positions' index in the batch, (N,) int64.

@@ -256,7 +256,7 @@ MUTATIONS = {
         ("second_round is not None and not self.evaluating", "second_round is not None", "one in an evaluation"),
     ],
     ("ngrpo/trainers/openrlhf/experience_maker.py", _SECOND_ROUNDS_TRAINING): [
-        ("all_rewards[:, -later:]", "all_rewards", "right drafts count as right refinements"),
+        ("all_rewards[:, -second_count:]", "all_rewards", "right drafts count as right refinements"),
     ],
     ("ngrpo/trainers/openrlhf/step_advantages.py", _SECOND_ROUNDS_TRAINING): [
         ("all_rewards[places] = own_rewards", "pass", "penalties are lost"),

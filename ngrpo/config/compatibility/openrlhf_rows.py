@@ -39,6 +39,7 @@ OPENRLHF = (
         what=flag("--data.input_template"),
         conflicts_with=flag("--data.apply_chat_template"),
         why="OpenRLHF ignores it where the chat template is applied",
+        fix="leave one of them out: --data.apply_chat_template false, where a --task adds it",
     ),
     Row(
         what=both(flag("--ckpt.save_steps", off="-1"), flag("--ckpt.disable_ds")),

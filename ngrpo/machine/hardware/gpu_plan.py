@@ -25,6 +25,8 @@ from perturbations.errors import UsageError
 _LOGIT, _LOGIT_WITH_GRADIENT = 2 + 4, 16
 # DeepSpeed 0.19.6's buffer for the gradients that ranks exchange, 5e8 of 2 bytes whatever the model's size.
 _BUCKET = 2 * 500_000_000
+# Under ZeRO-3 DeepSpeed has a buffer for each group of so many parameters.
+_SUB_GROUP = 1_000_000_000
 # What a GPU has to keep free, and what a sleeping engine keeps of it: CUDA contexts, graphs, buffers of NCCL.
 _FREE, _FREE_HYBRID, _ASLEEP = 2 * GIB, 4 * GIB, 2 * GIB
 # An engine counts its graphs and NCCL's buffers in its share of the GPU, so the CUDA context alone is beyond it.
@@ -111,91 +113,107 @@ def trained(role: str, size: architecture.ModelSize, args: Args, world: int) -> 
     has_lora = args["ds.lora.rank"] > 0
     sharing = max(world // tensor, 1) if stage else 1  # fewer ranks than that are refused later
 
-    # With LoRA the adapters alone have gradients and optimizer states.
+    # `whole` and `split` count parameters: those of one tensor-parallel part, and a rank's share of it. With LoRA the
+    # adapters alone have gradients and optimizer states.
     letter = "A" if has_lora else "P"
     whole = trained_parameters(size, args) / tensor
     split = whole / sharing
-    of_whole = letter if tensor == 1 else f"{letter}/T"
-    of_split = f"{letter}/D" if tensor == 1 else f"{letter}/DT"
+    whole_formula = letter if tensor == 1 else f"{letter}/T"
+    split_formula = f"{letter}/D" if tensor == 1 else f"{letter}/DT"
 
     # ZeRO-3 shards the weights themselves.
     weights = weight_bytes(size, args) / tensor
-    of_weights = "2P" if tensor == 1 else "2P/T"
+    weights_formula = "2P" if tensor == 1 else "2P/T"
     if stage == 3:
         weights /= sharing
-        of_weights = "2P/D" if tensor == 1 else "2P/DT"
+        weights_formula = "2P/D" if tensor == 1 else "2P/DT"
     if args["ds.load_in_4bit"]:
-        of_weights = _FOUR_BIT
+        weights_formula = _FOUR_BIT
     if has_lora:
         weights += 2 * whole
-        of_weights += " + 2A"
+        weights_formula += " + 2A"
 
     # ZeRO-2 and ZeRO-3 shard the gradients.
-    gradients = whole
-    of_gradients = of_whole
+    gradient_count = whole
+    gradients_formula = whole_formula
     if stage >= 2:
-        gradients = split
-        of_gradients = of_split
+        gradient_count = split
+        gradients_formula = split_formula
 
-    # What the backward pass needs of the forward pass, for the longest samples. Logits come first and are gone before
-    # the layers' gradients are made.
+    # What the backward pass needs of the forward pass, for the longest samples; `…_per_token` are bytes of one token.
+    # Logits come first and are gone before the layers' gradients are made, so that the larger of both peaks counts.
     tokens = _tokens("train", args)
-    layer = size.saved_bytes_per_token
-    of_logits = 0 if role == placement.CRITIC else _LOGIT_WITH_GRADIENT * size.vocabulary
+    layer_per_token = size.saved_bytes_per_token
+    logits_per_token = 0 if role == placement.CRITIC else _LOGIT_WITH_GRADIENT * size.vocabulary
     if args["actor.gradient_checkpointing_enable"]:
-        saved = size.layers * 2 * size.hidden
-        of_saved = f"{size.layers} × 2h"
-        recomputed = layer
+        saved_per_token = size.layers * 2 * size.hidden
+        saved_formula = f"{size.layers} × 2h"
+        recomputed_per_token = layer_per_token
     else:
-        saved = size.layers * layer
-        of_saved = f"{size.layers} × {layer}"
-        recomputed = 0
-    new_gradients = 0 if args["ds.adam_offload"] else 2 * gradients
-    if tokens * of_logits > tokens * recomputed + new_gradients:
-        new_gradients = 0
-        largest = of_logits
-        of_largest = f" + {_LOGIT_WITH_GRADIENT}V"
+        saved_per_token = size.layers * layer_per_token
+        saved_formula = f"{size.layers} × {layer_per_token}"
+        recomputed_per_token = 0
+    new_gradients = 0 if args["ds.adam_offload"] else 2 * gradient_count  # bytes
+    if tokens * logits_per_token > tokens * recomputed_per_token + new_gradients:
+        new_gradients = 0  # not made yet when the logits are there
+        peak_per_token = logits_per_token
+        peak_formula = f" + {_LOGIT_WITH_GRADIENT}V"
     else:
-        largest = recomputed
-        of_largest = f" + {recomputed}" if recomputed else ""
-    activations = (0, 0, tokens * (saved + largest), 0)
+        peak_per_token = recomputed_per_token
+        peak_formula = f" + {recomputed_per_token}" if recomputed_per_token else ""
+    activations = (0, 0, tokens * (saved_per_token + peak_per_token), 0)
     kept = _BUCKET if stage == 3 else 0  # ZeRO-3 makes its buffer once
     parts = [
-        Part(f"{role}: weights", of_weights, (weights,) * 4),
-        Part(f"{role}: activations", f"{tokens} tokens × ({of_saved}{of_largest}), roughly", activations),
+        Part(f"{role}: weights", weights_formula, (weights,) * 4),
+        Part(f"{role}: activations", f"{tokens} tokens × ({saved_formula}{peak_formula}), roughly", activations),
         Part(f"{role}: gradients, in exchange", "1 GB for any model", (kept, kept, _BUCKET, kept)),
     ]
-    # Of a further micro-batch, ZeRO-1 and 2 have the sum and the new gradients before they add them.
+    # From the second micro-batch on, ZeRO-1 and 2 hold the sum and the new gradients before they add them.
     sums = 0.0
-    of_sums = ""
+    sums_formula = ""
     if stage < 3 and _accumulates(args):
         sums = 2 * split
-        of_sums = f" + 2{of_split} of earlier micro-batches"
+        sums_formula = f" + 2{split_formula} of earlier micro-batches"
     if args["ds.adam_offload"]:
         note = (
-            f"states 12{of_split}, float32 gradients 4{of_split} and bfloat16 copies 2{of_split}{of_sums} on the host"
+            f"states 12{split_formula}, float32 gradients 4{split_formula} and bfloat16 copies 2{split_formula}"
+            f"{sums_formula} on the host"
         )
-        on_host = 8 * split + 2 * _page_locked(4 * split) + _page_locked(2 * split) + sums
+        master = 4 * split if stage == 3 else _page_locked(split, 4, stage)
+        on_host = 8 * split + master + _page_locked(split, 4, stage) + _page_locked(split, 2, stage) + sums
         return [*parts, Part(f"{role}: optimizer, offloaded", note, (0,) * 4, host=on_host)]
     # OpenRLHF loads the states for its training alone and takes them off again after it.
     states = 12 * split
-    note = f"12{of_split}"
+    note = f"12{split_formula}"
     at_rest = states
     on_host = 0.0
     if asleep:
         note += ", on the host meanwhile"
         at_rest = 0
-        on_host = 3 * _page_locked(4 * split)
+        on_host = 3 * _page_locked(split, 4, stage)
     return [
         *parts,
-        Part(f"{role}: gradients", f"2{of_gradients}{of_sums}", (0, 0, new_gradients + sums, 2 * gradients)),
-        Part(f"{role}: gradients, float32 and scaled", f"6{of_split}", (0, 0, 0, 6 * split)),
+        Part(
+            f"{role}: gradients",
+            f"2{gradients_formula}{sums_formula}",
+            (0, 0, new_gradients + sums, 2 * gradient_count),
+        ),
+        Part(f"{role}: gradients, float32 and scaled", f"6{split_formula}", (0, 0, 0, 6 * split)),
         Part(f"{role}: optimizer states", note, (at_rest, at_rest, states, states), host=on_host),
     ]
 
 
-def _page_locked(needed: float) -> float:
-    """The bytes that a buffer of page-locked memory takes: PyTorch 2.13 rounds them up to a power of two."""
+def _page_locked(parameters: float, size: int, stage: int) -> float:
+    """Bytes of the page-locked buffers for so many parameters, of ``size`` bytes each, under a stage of ZeRO.
+
+    PyTorch 2.13 rounds each buffer up to a power of two.
+    """
+    at_once = min(parameters, _SUB_GROUP) if stage == 3 else parameters
+    whole, rest = divmod(parameters, at_once)
+    return whole * _power_of_two(at_once * size) + _power_of_two(rest * size)
+
+
+def _power_of_two(needed: float) -> float:
     return 2.0 ** ceil(log2(needed)) if needed > 0 else 0.0
 
 
@@ -304,7 +322,15 @@ def default_flags(
                 f" trainer and engines on the same GPUs ({DOCS})."
             )
         return _ranks(flags, nodes or 1, ranks)
-    gpus = (nodes or 1) * ranks or engines * tensor or nodes * largest or machine.total or 1
+    # The number of GPUs follows from the first that is given: the actor's ranks, the engines, the nodes.
+    if ranks:
+        gpus = (nodes or 1) * ranks
+    elif engines and tensor:
+        gpus = engines * tensor
+    elif nodes and largest:
+        gpus = nodes * largest
+    else:
+        gpus = machine.total or 1
     ranks = ranks or gcd(gpus, largest)
     defaults: dict[str, Default] = {_ALL: None, **_ranks(flags, nodes or gpus // ranks, ranks)}
     if not (has_hybrid_flag and flags.has(SHARE, "--vllm.enable_sleep")):
@@ -322,14 +348,14 @@ def default_flags(
     offloads = (False, True) if may_offload and not has_hybrid_flag else (False,)
     stages = ("2",) if whole or has_hybrid_flag else ("2", "3")
     choice: dict[str, Default] = {}
-    # The fastest first; all of them fit where the first does.
+    # Tried from the fastest on. Where none fits, the last one stays, and a check reports it.
     for offload, parallel, stage, share in product(offloads, parallels, stages, ("0.6", "0.5")):
         choice = {_ENGINES: str(max(gpus // parallel, 1)), _TENSOR: str(parallel), SHARE: share}
         choice |= {"--ds.zero_stage": stage, **({"--ds.adam_offload": None} if offload else {})}
         try:
             if fits(flags.with_defaults(defaults | choice).args, machine.memory):
                 break
-        except UsageError:  # which a rule then reports
+        except UsageError:  # the flags are wrong in another way, which a check reports
             break
     return defaults | choice
 

@@ -152,7 +152,7 @@ def check_memory(args: Args, machine: Machine | None) -> str | None:
     needed = host_bytes(args, machine.memory)
     limit = memory_limit()
     if needed > limit:
-        switches = ("ds.adam_offload", "ds.enable_sleep", "vllm.enable_sleep")
+        switches = ("ds.adam_offload", "ds.enable_sleep", "vllm.enable_sleep", "train.enable_ema")
         given_switches = ", ".join(f"--{name}" for name in switches if args[name])
         raise UsageError(
             f"{given_switches} takes {needed / GIB:.0f} GiB of the host's memory, and its processes may have"

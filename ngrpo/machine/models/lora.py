@@ -203,7 +203,10 @@ def _names_of_parameters(model: nn.Module) -> Mapping[int, Sequence[str]]:
 
 
 def _merged_for_several(model: nn.Module) -> Iterator[tuple[str, str]]:
-    """Names and the reason, of matrices of several modules that PEFT adapts, or copies for some of these only."""
+    """Matrices that several modules share, where PEFT adapts one of these or trains a copy for only some of them.
+
+    Yields the name of each matrix in its first module, and the reason.
+    """
     for names in _names_of_parameters(model).values():
         copied = [name for name in names if _COPIED in name]
         is_partly_copied = 0 < len(copied) < len(names)
@@ -214,7 +217,7 @@ def _merged_for_several(model: nn.Module) -> Iterator[tuple[str, str]]:
 
 
 def _unmergeable(model: nn.Module) -> list[tuple[str, str]]:
-    """Modules of a PEFT model that :meth:`EngineWeight.merged` does not stand for: name and reason."""
+    """The modules of a PEFT model whose weights :meth:`EngineWeight.merged` would get wrong: name and reason."""
     from peft.utils.other import AuxiliaryTrainingWrapper
 
     names_of_parameters = _names_of_parameters(model)

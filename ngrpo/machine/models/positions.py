@@ -177,18 +177,20 @@ def _window(text: Config, trainer_source: str) -> Iterator[Difference]:
     if not window:
         return
     layers = getattr(text, "layer_types", None)
-    # vLLM has the window in the layers of this type, or in all layers where none are listed; so have the classes of
-    # transformers that read layer_types.
+    # vLLM has the window in layers of the type "sliding_attention", and in all layers of a configuration without
+    # layer_types. So have the classes of transformers that read layer_types.
     is_listed = layers is not None
-    in_engine = not is_listed or "sliding_attention" in layers
-    everywhere_in_engine = not is_listed or set(layers) == {"sliding_attention"}
-    if "sliding_window" not in trainer_source and in_engine:
+    engine_has_window = not is_listed or "sliding_attention" in layers
+    engine_has_it_everywhere = not is_listed or set(layers) == {"sliding_attention"}
+    trainer_has_window = "sliding_window" in trainer_source
+    trainer_reads_types = "layer_types" in trainer_source
+    if engine_has_window and not trainer_has_window:
         yield Difference(
             f"vLLM's attention sees the last {window} tokens (sliding_window), and transformers' {text.model_type} all",
             f"Give --data.max_len {window} or less, or leave sliding_window out of config.json",
             beyond=window,
         )
-    elif "sliding_window" in trainer_source and "layer_types" not in trainer_source and not everywhere_in_engine:
+    elif trainer_has_window and not trainer_reads_types and not engine_has_it_everywhere:
         yield Difference(
             f"transformers' {text.model_type} has the window of {window} tokens (sliding_window) in all layers, and"
             " vLLM in those of layer_types",

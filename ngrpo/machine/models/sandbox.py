@@ -97,9 +97,9 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 # --- digit sums: the sum of six digits modulo 10 ----------------------------------------------------
-# `copy` names the first digit: right on the easy problems only: their other digits sum to 0 modulo 10. `count` writes
-# the running sums modulo 10: right on all problems once learnt, but the model seldom chooses it and errs at its last
-# step. Only the sum itself distinguishes an easy problem from another.
+# `copy` names the first digit, which is right only on easy problems, whose other digits sum to 0 modulo 10. `count`
+# writes the running sums modulo 10, which is right on all problems once learnt, but the model seldom chooses it and
+# errs at its last step. Only the sum itself distinguishes an easy problem from another.
 
 DIGITS = 6
 _FILLED = 3
@@ -198,11 +198,12 @@ def path_question(edges: Edges, path: list[int]) -> str:
 STEPS = 1600
 # Responses of one step by task. The star's prompts are three times as long as the others, and soon learnt.
 _ROWS = {"sum": 80, "ponder": 80, "signs": 24, "pick": 12, "path": 4}
-# Until this fraction of the steps both ways of the digit sums, and right and wrong ends of counting, are equally
-# frequent, so that the model learns them all; then counting is as rare as it should be, and its right end rarer.
+# Up to this fraction of the steps half of the digit sums are counted, and half of these end right, so that the model
+# learns both ways and both ends. Later counting is as rare as it should be, and _RARER of it ends right.
 _EQUAL_UNTIL = 0.7
 _RARER = 0.3
-# In a last stage right ends become as rare as they should be: its steps for STEPS, its seed, and responses of one step.
+# A last stage makes right ends as rare as they should be: so many steps after STEPS, with a seed of its own and these
+# responses in a step.
 _LAST_STEPS = 150
 _LAST_SEED = 7
 _LAST_ROWS = {"sum": 80, "ponder": 80, "signs": 8, "pick": 8, "path": 1}

@@ -302,8 +302,9 @@ def read_yaml(path: str, *, flag: str, example: str) -> dict[str, Any]:
 def words(values: Mapping[str, Any], *, prefix: str = "") -> list[str]:
     """Lines ``flag: value`` of a YAML file as words of a command line; ``prefix`` goes before each flag's name.
 
-    ``rollout.top_p: 0.9`` is ``--rollout.top_p 0.9``. A flag with several values has them with blanks, as in a shell:
-    ``actor.eps_clip_low_high: 0.2 0.28``. A list means values with commas, ``true`` a switch.
+    ``rollout.top_p: 0.9`` is ``--rollout.top_p 0.9``. A flag with several values has them with blanks:
+    ``actor.eps_clip_low_high: 0.2 0.28``. A list means values with commas, ``true`` a switch. Quotes keep blanks in a
+    value, and a backslash is an ordinary character.
     """
     argv: list[str] = []
     for flag, value in values.items():
@@ -316,7 +317,9 @@ def words(values: Mapping[str, Any], *, prefix: str = "") -> list[str]:
         try:
             argv += _shell_words(",".join(texts(value)))
         except ValueError as error:
-            raise UsageError(f"{flag}: {value!r}: {error}. Quote it as in a shell.") from None
+            raise UsageError(
+                f"{flag}: {value!r}: {error}. Quote it with '…' or \"…\"; a backslash is an ordinary character."
+            ) from None
     return argv
 
 

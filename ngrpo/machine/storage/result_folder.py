@@ -204,6 +204,17 @@ def folder_for(path: str | None, name: str) -> Path:
     return Path(path or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{name}").expanduser()
 
 
+def _made(first: Path) -> Path:
+    """Makes the folder ``first``, or ``first-2``, … where the name is taken: two runs may start in one second."""
+    folder = first
+    numbers = count(2)
+    while True:
+        with writing(folder), suppress(FileExistsError):
+            folder.mkdir(parents=True)
+            return folder
+        folder = first.with_name(f"{first.name}-{next(numbers)}")
+
+
 @contextmanager
 def reserved_folder(path: str | None, name: str) -> Iterator[Path]:
     """Holds the folder that the user gave, or a new one: ``runs/<time>-<name>``, then ``…-2``.
@@ -211,14 +222,10 @@ def reserved_folder(path: str | None, name: str) -> Iterator[Path]:
     A folder that was made here is removed where the block fails before it has written a file, and its parent folder if
     that is then empty. Raises ``UsageError`` where another process holds the folder, or it cannot be made.
     """
-    folder = first = folder_for(path, name)
+    folder = folder_for(path, name)
     new = not path or not folder.exists()
-    numbers = count(2)
-    while not path:
-        with writing(folder), suppress(FileExistsError):
-            folder.mkdir(parents=True)
-            break
-        folder = first.with_name(f"{first.name}-{next(numbers)}")
+    if not path:
+        folder = _made(folder)
     with ResultFolder.opened(folder):
         try:
             yield folder

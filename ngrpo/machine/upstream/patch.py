@@ -173,6 +173,7 @@ def place(patches: Iterable[Patch]) -> None:
         if patch.ours is None or patch in _placed:
             continue
         _placed.add(patch)
+        # A module that is loaded and pending is being executed: the finder applies its patches afterwards.
         if patch.module in sys.modules and patch.module not in _pending:
             _apply(sys.modules[patch.module], patch)
         else:
@@ -219,7 +220,7 @@ class _Finder(MetaPathFinder):
     """Runs a module's own loader, with the patches applied after (or, for `IMPORT`, around) execution."""
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        patches = _pending.pop(name, None)  # Gone first, so that the search below passes us by.
+        patches = _pending.pop(name, None)  # without the entry, find_spec() below does not come back to this finder
         if patches is None:
             return None
         try:
@@ -238,7 +239,7 @@ class _Finder(MetaPathFinder):
                         contexts.enter_context(patch.replacement()())
                 execute(module)
             _pending.pop(name, None)
-            for patch in patches:
+            for patch in patches:  # also those that place() has added during the execution
                 _apply(module, patch)
 
         loader.exec_module = exec_module

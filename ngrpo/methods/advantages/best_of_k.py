@@ -111,13 +111,16 @@ class PKPO(AnnealedK):
         )
 
     def formula(self, rewards: Tensor, further: Tensor | None) -> Tensor:
-        """s_i is the mean, over all sets of k responses, of the maximum of sets with i, times their share.
+        """s_i − b_i, times n if ``scaled``, for a group of n responses.
 
-        loo: less k/(n−1) times the mean maximum of k others; loo_minus_one: less k/n times that of k − 1 others.
+        s_i = Σ max_{j∈S} r_j / C(n, k) over all sets S of k responses that hold i. The baseline b_i is 0 for s. For loo
+        it is k/(n−1) times the mean of max r_j over all sets of k other responses; for loo_minus_one k/n times that
+        over all sets of k − 1 others, and 0 for k = 1.
         """
         wide = rewards.double()
         if self.variant == "loo_minus_one" and self.k > 1:
-            # A constant changes none of these advantages. With it, a group of equal rewards gives exactly 0.
+            # To subtract one number from all rewards changes none of these advantages, and a group of equal rewards
+            # then gives exactly 0.
             wide = wide - wide[:, :1]
         size = rewards.shape[1]
         sorted_rewards, order = wide.sort(dim=-1)  # (P, G) each

@@ -85,7 +85,7 @@ class RiskSensitive(Advantage):
         return (utility - mean) / (1.0 + mean) / self.beta
 
     def largest(self, size: int) -> float:
-        """The advantage of an only right response."""
+        """A bound of the advantage of an only right response, which is below (n − 1) / β; none for β = 0."""
         return size / self.beta if self.beta > 0.0 else 0.0
 
 

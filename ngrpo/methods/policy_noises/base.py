@@ -71,8 +71,8 @@ class PolicyNoise(Options, ABC):
     def added(self, parameters: Mapping[str, Tensor], scale: float, sync: int) -> Iterator[None]:
         """Adds N(0, scale²) to each element of the selected parameters; afterwards all have the same bits as before.
 
-        The noise is a function of seed, sync number and parameter name: the same on every rank and in every engine.
-        ``parameters``: all of the model's, by name.
+        The noise is a function of seed, ``sync`` and parameter name: the same on every rank and in every engine.
+        ``parameters``: all of the model's, by name. ``sync``: the training step that the weights are sent for.
         """
         if not (math.isfinite(scale) and scale >= 0.0):
             raise UsageError(f"--policy_noise {self.name}: scale() gives σ = {scale}; must be finite, and 0 or above.")

@@ -45,9 +45,9 @@ class EAD(SamplingSchedule):
             )
 
     def factor(self, at: NextTokens) -> Tensor:
-        """1 for t < c, then max(1 + τ_max − exp(t / d_s), τ_min), d_s = min(d_0 + 5 s, 40000).
+        """1 for t < c, then max(1 + τ_max − exp(t / d_s), τ_min), d_s = min(d_0 + growth · s, 40000).
 
-        The first training step is s = 0, and s = 1 as released.
+        The first training step is s = 0. As released it is s = 1, and the exponent is t / (20 d_s).
         """
         d_0 = _D_0[self.variant] if self.d_0 is None else self.d_0
         s = (at.step + _FIRST_STEP[self.variant]).float()
@@ -80,9 +80,11 @@ class Ladder(SamplingSchedule):
     """Each response to a prompt has a temperature of its own, from the lowest to the highest in equal ratios."""
 
     least: float = option(
-        0.8, "the temperature of a prompt's first response, as a multiple of the requested", above=0.0
+        0.8, "the temperature of a prompt's first response, as a multiple of the requested one", above=0.0
     )
-    most: float = option(1.25, "the temperature of a prompt's last response, as a multiple of the requested", above=0.0)
+    most: float = option(
+        1.25, "the temperature of a prompt's last response, as a multiple of the requested one", above=0.0
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

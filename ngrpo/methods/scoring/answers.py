@@ -200,7 +200,7 @@ def check_math(answer: str, text: str) -> Verdict:
 
 
 def _ask(answer: str, text: str) -> Verdict:
-    """The child's verdict; a new child's where the last one has ended. A child ends with its parent's pipe."""
+    """The verdict of the child process, which is started where none runs. It ends when its pipe from here closes."""
     global _child
     if _child is None or _child.poll() is not None:
         if find_spec("math_verify") is None:
@@ -220,7 +220,8 @@ def _ask(answer: str, text: str) -> Verdict:
     reply = _child.stdout.readline()
     if reply:
         return Verdict(**json.loads(reply))
-    if _child.wait() > 0:  # neither ended by its time limit nor by the system
+    # The code is negative where a signal has ended the child: at its time limit, or where memory has run out.
+    if _child.wait() > 0:
         raise UsageError(
             f"the process that checks math answers did not start. Try: {sys.executable} -c 'import math_verify'"
         )
@@ -253,6 +254,8 @@ _FILLER = re.compile(
 )
 # What makes a letter after a weak cue an answer although there is one already: the sentence has nothing else.
 _ENDS_SENTENCE = re.compile(r"[\[(\"']?[A-Z][\])\"']?\s*(?:[.!]|$)", re.MULTILINE)
+# "Wait, actually" before "it's B": the answer is corrected.
+_CORRECTS = re.compile(r"\b(?:wait|actually|correction|sorry|on\s+second\s+thought|i\s+mean|no)\b[\s,.:;–—-]*$", re.I)
 _BARE_VARIABLE = re.compile(r"[a-z](?![\w’')\]])")
 _LETTER = re.compile(r"(?P<open>[\[(\"']?)(?P<letter>[A-Za-z])(?P<close>[\])\"']?)(?![\w’'])(?P<rest>[^\n]*)")
 _ENDS = re.compile(
@@ -345,10 +348,13 @@ def _claims(text: str, letter_of: dict[str, str], *, is_answered: bool = False) 
     claims = [(match.start(), match["letter"]) for match in _NAMED.finditer(plain)]
     for cue in _CUE.finditer(plain):
         following = plain[cue.end() :]
-        is_later = is_answered or any(position < cue.end() for position, _ in claims)
-        if cue["weak"] and not _names_answer(following, is_later=is_later):
-            continue
-        claim = _claim(following, letter_of)
+        claim = _option_claimed(following, letter_of)
+        if claim is None:
+            is_later = is_answered or any(position < cue.end() for position, _ in claims)
+            corrects = _CORRECTS.search(plain[: cue.start()]) is not None
+            if cue["weak"] and not corrects and not _names_answer(following, is_later=is_later):
+                continue
+            claim = _letter_claimed(following, letter_of)
         if claim is not None:
             claims.append((cue.end(), claim))
     return [letter for _, letter in sorted(claims)]
@@ -365,12 +371,23 @@ def _claim(text: str, letter_of: dict[str, str]) -> str | None:
 
     Empty for several letters; None for no letter, and for several that the text rules out.
     """
-    with_filler = text.strip(' :="\n')
-    text = _FILLER.sub("", text, count=1).strip()
-    for beginning in (with_filler, text):  # an option may begin with a filler, such as "No increase"
+    claim = _option_claimed(text, letter_of)
+    return _letter_claimed(text, letter_of) if claim is None else claim
+
+
+def _option_claimed(text: str, letter_of: dict[str, str]) -> str | None:
+    """The letter of the option whose text a text begins with; None for none."""
+    without_filler = _FILLER.sub("", text, count=1)
+    for beginning in (text.strip(' :="\n'), without_filler.strip()):  # "No increase" begins with a filler
         for option, letter in letter_of.items():
             if option and beginning.lower().startswith(option) and _TEXT_ENDS.match(beginning[len(option) :]):
                 return letter
+    return None
+
+
+def _letter_claimed(text: str, letter_of: dict[str, str]) -> str | None:
+    """As :func:`_claim`, by the letter itself."""
+    text = _FILLER.sub("", text, count=1).strip()
     match = _LETTER.match(text)
     if not match:
         return None

@@ -44,8 +44,12 @@ _BASE = re.compile(r"\d_\{?(\d+)")
 
 def same(gold: Answer, answer: Answer) -> bool:
     """Whether an answer is the reference."""
-    if gold.label and answer.label and (gold.label != answer.label or not (answer.items or answer.words)):
-        return gold.label == answer.label
+    if gold.label and answer.label:
+        if gold.label != answer.label:
+            return False
+        if not (answer.items or answer.words):  # the answer is the label alone
+            return True
+    # The reference is a letter, and the answer that option with its text: "(B) 12".
     if gold.words and len(gold.words) == 1 and answer.label and gold.words[0] == answer.label.lower():
         return True
     if gold.clock and answer.clock:
@@ -179,6 +183,11 @@ def _is_multiple(equation: Value) -> bool:
 
 
 def _same_numbers(gold: Value, answer: Value, gold_text: str, answer_text: str) -> bool:
+    """Whether two numbers are equal.
+
+    A decimal with at least :data:`_DIGITS` digits also equals an exact number, other than a whole one, from which it
+    differs by at most one unit of its last place: 1.2857142857 is 9/7, and 0.33 is not 1/3.
+    """
     exact_gold = exactly(gold).doit()
     exact_answer = exactly(answer).doit()
     if exact_gold == exact_answer:
@@ -195,14 +204,17 @@ def _same_numbers(gold: Value, answer: Value, gold_text: str, answer_text: str) 
         return _verified(exact_gold, exact_answer)
     if difference <= max(gold_size, answer_size) * sympy.Float("1e-30"):
         return True
-    both_decimals = gold.has(sympy.Float) and answer.has(sympy.Float)
-    for text, exact in ((answer_text, exact_gold), (gold_text, exact_answer)):
+    if gold.has(sympy.Float) and answer.has(sympy.Float):
+        return False
+    # A text that is a decimal is compared with the exact value of the other side.
+    for text, other_value in ((answer_text, exact_gold), (gold_text, exact_answer)):
         decimal = _DECIMAL.fullmatch(text.strip())
-        if decimal and not exact.is_Integer and not both_decimals:
-            before_point, after_point, exponent = decimal.groups()
-            digits = (before_point + after_point).lstrip("0")
-            last_place = sympy.Rational(10) ** (int(exponent or 0) - len(after_point))
-            return len(digits) >= _DIGITS and bool(difference <= last_place)
+        if decimal is None or other_value.is_Integer:
+            continue
+        before_point, after_point, exponent = decimal.groups()
+        digits = (before_point + after_point).lstrip("0")
+        last_place = sympy.Rational(10) ** (int(exponent or 0) - len(after_point))
+        return len(digits) >= _DIGITS and bool(difference <= last_place)
     return False
 
 
@@ -272,7 +284,8 @@ def main() -> None:
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what a library prints is no reply
     for line in sys.stdin:
-        # The system then ends the process: an exception would be caught by sympy.
+        # After so many seconds of the processor SIGPROF ends this process, which has no handler for it: sympy might
+        # catch an exception that a handler raises.
         signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
         try:
             verdict = compare(*json.loads(line))

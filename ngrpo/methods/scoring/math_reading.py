@@ -34,10 +34,15 @@ _LABEL = re.compile(rf"(?:{TEXT}\{{\s*\(([A-Z])\)\s*\.?\s*\}}|\(([A-Z])\)(?={SPA
 _SCALE_LEFT = re.compile(rf"\b(?:{'|'.join(SCALES)})s?\s*\}}?$")
 _CURRENCY = re.compile(r"(-?)\s*(\\?\$|€|£|¥|\\pounds|\\euro)(?:\{\})?\s*")
 # A word in Cyrillic, Japanese, Chinese or Korean letters, but for the powers of ten: 12万 is 120,000.
-_OTHER_LETTERS = r"(?![十百千万萬亿億]|[^\s]*[万萬亿億])[\u0400-\u04ff\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]+"
+_POWERS_OF_TEN = r"[十百千万萬亿億兆십백천만억조]|\w*[万萬亿億兆만억조]|сот|тыс|млн|млрд|милл"
+_OTHER_LETTERS = rf"(?!{_POWERS_OF_TEN})[\u0400-\u04ff\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]+"
 _UNIT = re.compile(
-    rf"(?:(?<=[\S]){SPACE}*{TEXT}\{{(?P<a>[^{{}}]*)\}}|(?<=[\d}})\]]){SPACE}+(?P<b>[A-Za-z][A-Za-z. /]+)"
-    rf"|(?<=[\d}}])(?P<d>[a-z]{{2,}})|(?P<c>\\?%)|(?<=\d){SPACE}*(?P<e>{_OTHER_LETTERS}))(?:\^\{{?(?P<power>\d)\}}?)?$"
+    rf"(?:(?<=[\S]){SPACE}*{TEXT}\{{(?P<in_text>[^{{}}]*)\}}"
+    rf"|(?<=[\d}})\]]){SPACE}+(?P<words>[A-Za-z][A-Za-z. /]+)"
+    rf"|(?<=[\d}}])(?P<attached>[a-z]{{2,}})"
+    rf"|(?P<percent>\\?%)"
+    rf"|(?<=\d){SPACE}*(?P<other_letters>{_OTHER_LETTERS}))"
+    rf"(?:\^\{{?(?P<power>\d)\}}?)?$"
 )
 # The xy of 3 xy are factors; the men of 5 men, and the pm of 5 pm, are not.
 _PRODUCT = re.compile(r"(?!am|pm)[a-z]{2}|[abc]{3}|[xyz]{3}", re.I)
@@ -166,9 +171,7 @@ def _without_unit(text: str, unit: tuple[str, int] | None) -> tuple[str, tuple[s
     match = _UNIT.search(text)
     if not match:
         return text, unit
-    if not match["a"] and re.search(r"\d", match["b"] or ""):
-        return text, unit
-    name = next(filter(None, match.groups())).lower().strip(" .\\")
+    name = next(filter(None, match.groups()), "").lower().strip(" .\\")
     power = int(match["power"] or 1)
     in_name = re.fullmatch(r"(.*?)\s*\^\{?(\d)\}?", name)
     if in_name:
@@ -180,10 +183,12 @@ def _without_unit(text: str, unit: tuple[str, int] | None) -> tuple[str, tuple[s
             power = its_power
     parts = re.split(r"\s*/\s*|\s+per\s+", name)
     name = "/".join(part if part in _UNITS else part.removesuffix("s") for part in parts)
-    is_product = match["d"] or (match["b"] and _PRODUCT.fullmatch(match["b"]))
+    is_product = match["attached"] or (match["words"] and _PRODUCT.fullmatch(match["words"]))
     if is_product and name not in _UNITS:
         return text, unit
-    return text[: match.start()], (_UNITS[name], power) if name in _UNITS else unit
+    if name in _UNITS:
+        unit = (_UNITS[name], power)
+    return text[: match.start()], unit  # a word that is no known unit is dropped
 
 
 def _items(text: str) -> tuple[str, ...]:

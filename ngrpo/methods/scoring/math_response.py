@@ -61,7 +61,8 @@ _LEADING = re.compile(
     re.I,
 )
 # "The answer must be positive, so x = 5": the value follows.
-_CONCLUDES = re.compile(r"\s*,?\s*(?:so|hence|thus|therefore)\b.*\d", re.I)
+_CONCLUDES = re.compile(r"\s*,?\s*(?:so|hence|thus|therefore)\b[^=]*=\s*\S*\d\S*$", re.I)
+_ANSWERING_WORDS = ("yes", "no", "even", "odd", "true", "false")
 _WORDS = re.compile(r"(?<![\\A-Za-z{])[A-Za-z]{3,}(?![A-Za-z{]*\})")
 _MONTHS = "January|February|March|April|May|June|July|August|September|October|November|December"
 _WORD_BEFORE_NUMBER = re.compile(
@@ -175,9 +176,10 @@ def prepared(text: str) -> tuple[str, bool]:
             return rewritten(", ".join(dict.fromkeys(boxes)) if all(boxes) else ""), True
         tagged = _TAGGED.findall(part)
         if tagged:
-            answer = tail = _in_tag(tagged[-1])
+            answer = _in_tag(tagged[-1])
             if "\n" in answer:
                 return rewritten(answer), True
+            tail = answer  # what is outside of the tag does not count
             break
         corrected = _CORRECTED.fullmatch(part) if start else None
         if corrected:
@@ -193,11 +195,13 @@ def prepared(text: str) -> tuple[str, bool]:
         if about:
             about_answer = about[-1]
     else:
-        # "x = 5. The answer is correct": the value is elsewhere.
+        # No part states a value. What is said about the answer, such as "correct", counts only in a text without a
+        # number: in "x = 5. The answer is correct" the value is elsewhere.
         answer = None if re.search(r"\d", tail) else about_answer
 
     if open_until and answer is None:
         tail = text[open_until:][-_TAIL:].strip()
+    # First the stated answer, then the end of the text, each only if it is one line.
     for candidate in (answer, tail):
         if candidate and "\n" not in candidate.strip():
             settled = _settled(candidate, is_stated=candidate is answer)
@@ -234,7 +238,8 @@ def _settled(candidate: str, *, is_stated: bool) -> str | None:
     clause = _SENTENCE_ENDS.split(words.strip())[0].strip()
     if is_stated and _BOUND.search(clause):
         return ""
-    if re.fullmatch(r"[a-z]+", clause) and _CONCLUDES.match(words.strip().removeprefix(clause)):
+    is_property = re.fullmatch(r"[a-z]+", clause) and clause not in _ANSWERING_WORDS
+    if is_property and _CONCLUDES.match(words.strip().removeprefix(clause)):
         return None
     if not clause or len(clause) > _LONGEST or _WORD_BEFORE_NUMBER.search(clause):
         return None

@@ -254,8 +254,12 @@ def _openrlhf(row: Row, input_key: str, label_key: str, *, takes_any_label: bool
         raise UsageError(f"a column {input_key!r}, but no {label_key!r}; name the reference's with --label-key.")
     messages = _messages(row[input_key])
     label = label_of(row[label_key])
-    has_several = isinstance(label, (list, tuple)) and len(label) > 1
-    answer = json.dumps(label, ensure_ascii=False) if has_several and takes_any_label else reference(label)
+    if takes_any_label and isinstance(label, str):
+        answer = label.strip()
+    elif takes_any_label and isinstance(label, (list, tuple)) and len(label) > 1:
+        answer = json.dumps(label, ensure_ascii=False)
+    else:
+        answer = reference(label)
     entry = _mapping(answer)
     if "entry" in entry and "dataset" in entry:  # written by the task reasoning_gym
         return Problem(

@@ -71,9 +71,10 @@ class SecondRound(Options, ABC):
         return max(rewards) <= self.wrong
 
     def kept(self, rewards: Sequence[float], size: int, random: Random) -> list[int]:
-        """Which responses of the second round, by their rewards, enter the group from its first place on: right ones.
+        """The indices of the second round's right responses that replace the group's first ones.
 
-        At most G − 1 of them (G = ``size``), so that a wrong response stays; ``random`` chooses.
+        There are at most G − 1 (G = ``size``), so that a wrong response stays; ``random`` chooses among more.
+        ``rewards`` are those of the second round.
         """
         right = [number for number, reward in enumerate(rewards) if reward > self.wrong]
         if len(right) < size:
@@ -102,7 +103,8 @@ def closing(prompt: str, tokenizer: PreTrainedTokenizerBase) -> int:
     if not getattr(tokenizer, "chat_template", None):
         return len(prompt)
     message = {"role": "user", "content": _MARKER}
-    # The text that the template puts behind a message. If that is white space, the text with the response's opening.
+    # The text that the template puts behind a user's message is searched for; where that is only white space, together
+    # with the response's opening (add_generation_prompt).
     for add_generation_prompt in (False, True):
         with suppress(Exception):  # a template may raise anything
             text = tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=add_generation_prompt)

@@ -161,7 +161,7 @@ def densities(scope: ReplayScope, temperature: float, advantages: Tensor | None 
     Raises ``RuntimeError`` at the end, if no log-probabilities came through, or no loss took a density's gradient.
     """
     perturbation = scope.perturbation
-    # Without a perturbed position too: on several ranks every one must gather the same parameters.
+    # A density is computed without a perturbed position too: all ranks must gather the same parameters.
     if perturbation is None or not perturbation.has_density:
         yield None
         return

@@ -60,7 +60,7 @@ _SCALE_CAUSES = (
     "Engine and trainer read pictures differently: config.json lacks the axes of their positions (mrope_section), or"
     " the processors differ.",
 )
-_CAUSES = (
+_REPLAY_CAUSES = (
     "The replay does not reach the model: its input embeddings are not what get_input_embeddings() gives, or another"
     " hook on them replaces their output.",
     "Records of other weights: the engine did not take the last weight sync, or the rollout is older than it"
@@ -204,14 +204,15 @@ class GapScale:
             noisy: whether engines have other weights than the trainer by design: a policy noise.
         """
         self._half = half_precision
-        self._drifts = drifts or noisy
+        # Engines have other weights than the trainer, older or noisy ones, so that each step's mean may be larger.
+        self._measures_each_step = drifts or noisy
         self._noisy = noisy
-        self._start: float | None = None
+        self._first_mean: float | None = None
 
     @property
     def is_needed(self) -> bool:
         """Whether this step's unperturbed responses are measured."""
-        return self._start is None or self._drifts
+        return self._first_mean is None or self._measures_each_step
 
     def of(self, unperturbed: float | None) -> float | None:
         """The scale of a step in nats; None before the first measurement.
@@ -222,13 +223,13 @@ class GapScale:
         Args:
             unperturbed: this step's mean, None if it was not measured.
         """
-        if self._start is None:
-            self._start = unperturbed
-        if self._start is None:
+        if self._first_mean is None:
+            self._first_mean = unperturbed
+        if self._first_mean is None:
             return None
         floor = Limits.HALF_PRECISION_SCALE if self._half else Limits.FLOAT32_MEAN
-        scale = max(self._start, floor)
-        if self._drifts and unperturbed is not None:
+        scale = max(self._first_mean, floor)
+        if self._measures_each_step and unperturbed is not None:
             scale = max(scale, unperturbed)
         return scale
 
@@ -320,7 +321,7 @@ def check_gap(measures: Mapping[str, float], limit: float, *, strict: bool) -> N
     _report(
         f"log-probabilities of rollout and trainer differ by {perturbed:.2g} on average right after perturbed inputs;"
         f" {compared}. At most {limit:g} times {expected:.2g} is expected of a replay that works.",
-        _CAUSES,
+        _REPLAY_CAUSES,
         is_error=strict,
     )
 

@@ -33,14 +33,15 @@ class EngineCheck:
         self._check: asyncio.Task[Any] | None = None
 
     def weights_synced(self) -> None:
-        """New weights are loaded."""
+        """Has the next request repeat the check, with ``again``: the engine has loaded new weights."""
         if self._again:
             self._check = None
 
     async def passed(self) -> None:
-        """Returns once the check has passed; raises vLLM's error with its message.
+        """Waits until the engine has run the check; raises vLLM's error with the check's message.
 
-        In a busy engine it returns at once: the check runs before the next request that finds the engine idle.
+        A busy engine only notes that the check is due, so this returns at once. The engine then runs the check before
+        the next request that finds it idle.
         """
         if not self._perturbed:
             return
@@ -238,9 +239,15 @@ def unpack(side_inputs: Sequence[Any] | None) -> list[FinishedTrajectory | None]
 
 
 def check_lengths(record: ReplayRecord, prompt: int, response: int, sample: str) -> None:
-    """Raises ``RuntimeError`` for the record of another sample than one with so many tokens; ``sample`` names that one.
+    """Raises ``RuntimeError`` where a replay record does not fit the tokens of a sample.
 
-    The record may be of a longer response, whose end was cut off before the training.
+    The record's response may be longer than the sample's, whose end may have been cut off before the training.
+
+    Args:
+        record: of the rollout.
+        prompt: the number of the sample's prompt tokens.
+        response: the number of its response tokens.
+        sample: the sample's name in the message.
     """
     generated = record.num_tokens - record.prompt_tokens
     if record.prompt_tokens != prompt or generated < response:

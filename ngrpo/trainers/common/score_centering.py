@@ -119,7 +119,7 @@ class TokenDraws:
         )
 
     def left(self, vocabulary: int, device: torch.device) -> Tensor:
-        """Which tokens the filters left, (N, V) bool. Ids alone are copied to the device, since a matrix takes long."""
+        """Which tokens the filters left, (N, V) bool. Only ids are copied to the device: the matrix would take long."""
         left = torch.ones(len(self), vocabulary, dtype=torch.bool, device=device)
         filtered = {row: ids for row, ids in enumerate(self.ids_left) if ids is not None}
         if not filtered:

@@ -154,12 +154,12 @@ class PerturbedActorTrainer(WholeBatches):
     def broadcast_to_vllm(self) -> None:
         run = current_run()
         noise = nullcontext()
-        scale, sync = self.policy_noise
+        scale, step = self.policy_noise
         if run.policy_noise is not None and scale:
             # Parameters have noise while they are sent, and lose it again to the bit: every engine and every
             # tensor-parallel rank gets the same ones.
             parameters = lora.base_parameters(model_actors.model_of(self.actor))
-            noise = run.policy_noise.added(parameters, scale, sync)
+            noise = run.policy_noise.added(parameters, scale, step)
         with noise:
             if syncs_by_file():
                 self.hand_over_weights()
@@ -216,6 +216,7 @@ def gathered(trainer: Any, keep: bool) -> dict[str, torch.Tensor]:
     """The actor's weights as engines have them, on the rank with ``keep``; empty on other ranks, which gather too."""
     settings = trainer.strategy.args.ds
     is_split = settings.zero_stage == 3 or settings.tensor_parallel_size > 1
+    # Of a multimodal model OpenRLHF 0.11.2 sends the trainable parameters alone (`broadcast_to_vllm`).
     only_changed = getattr(trainer.actor, "is_vlm", False)
     model = trainer.actor.model.module
     tensors: dict[str, torch.Tensor] = {}

@@ -332,10 +332,11 @@ def ramp_up_correction(maker: Any, experiences: Sequence[Experience], steps: int
 def second_round_measures(experiences: Sequence[Experience], method: SecondRound) -> dict[str, float]:
     """The metrics ``second_round/…`` of a step (docs/metrics.md), before the update.
 
-    ``asked`` and ``trained``: shares of samples to prompts with a second round, and from that round. ``right``: share
-    of right responses in that round; ``solved``: of its prompts with one; ``ratio``: mean ρ over trained tokens.
-    Refinements have no ratio of their own; ``drafts``, ``best_draft``: mean rewards of the first round's responses, and
-    of the best ones.
+    ``asked``: the share of samples whose prompt had a second round. ``trained``: the share of samples that come from
+    one. ``right``: the share of right responses among those of the second rounds. ``solved``: the share of prompts with
+    a second round that got a right response in it. ``ratio``: the mean of ρ over the trained tokens that come from a
+    second round; refinements have no such ratio. For them, ``drafts`` is the mean reward of the first round's
+    responses, and ``best_draft`` that of each prompt's best one.
     """
     carried: list[sample_records.TwoRounds | None] = []
     log_ratios: list[Tensor] = []
@@ -357,12 +358,13 @@ def second_round_measures(experiences: Sequence[Experience], method: SecondRound
     if with_second_round:
         # A mean over samples is one over prompts, since all prompts have as many samples.
         all_rewards = np.stack([rounds.rewards for rounds in with_second_round])
-        later = all_rewards.shape[1] // 2 if method.refines else method.prompts * method.answers
-        right = (all_rewards[:, -later:] > method.wrong).sum(-1)
-        measures["right"] = float(right.mean()) / later
+        # Refinements are as many as drafts.
+        second_count = all_rewards.shape[1] // 2 if method.refines else method.prompts * method.answers
+        right = (all_rewards[:, -second_count:] > method.wrong).sum(-1)
+        measures["right"] = float(right.mean()) / second_count
         measures["solved"] = float((right > 0).mean())
         if method.refines:
-            drafts = all_rewards[:, :-later]
+            drafts = all_rewards[:, :-second_count]
             measures["drafts"] = float(drafts.mean())
             measures["best_draft"] = float(drafts.max(-1).mean())
     if from_second_round and not method.refines:

@@ -111,10 +111,11 @@ class FreshRollouts(RolloutQueue):
             samples, states, filter_pass_rate, seconds = entry
             generation_seconds += seconds
             had_waited = bool(self._waiting)
-            candidates = [*self._waiting, *samples]
-            fresh = self._fresh(candidates)
-            is_as_it_came = not had_waited and len(fresh) == len(samples)
-            if is_as_it_came or len(fresh) >= self._batch:
+            fresh = self._fresh([*self._waiting, *samples])
+            # A rollout may be smaller than a batch, such as the last of an episode. If nothing waits for it and nothing
+            # of it is too old, it is trained as without the limit.
+            is_unchanged = not had_waited and len(fresh) == len(samples)
+            if is_unchanged or len(fresh) >= self._batch:
                 self._waiting = fresh[self._batch :]
                 return fresh[: self._batch], states, filter_pass_rate, generation_seconds
             self._waiting = fresh

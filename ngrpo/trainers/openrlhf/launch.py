@@ -99,7 +99,7 @@ _KNOWN = {
 
 # After a SIGKILL of the driver, Ray 2.55's agents look for its control store (GCS) for 60 seconds by default. A Ray on
 # this machine ends with its driver, so there is nothing to look for.
-_RAY_RECONNECT_SECONDS = "RAY_gcs_rpc_server_reconnect_timeout_s"
+_RAY_RECONNECT_VARIABLE = "RAY_gcs_rpc_server_reconnect_timeout_s"
 
 
 class TrainingFailed(RuntimeError):
@@ -155,7 +155,7 @@ def _start_ray(profile: Profile, flags: Flags, conditions: Sequence[str], run: R
     address = os.environ.get("RAY_ADDRESS") or placement.started_here()
     if address in (None, "local"):
         os.environ.pop("RAY_ADDRESS", None)  # an engine's core would inherit it and start another Ray
-        os.environ.setdefault(_RAY_RECONNECT_SECONDS, "10")
+        os.environ.setdefault(_RAY_RECONNECT_VARIABLE, "10")
         ray.init(address="local", runtime_env=everywhere, **profile.ray_init(flags))
         return
     ray.init(address=address, runtime_env=everywhere)

@@ -70,7 +70,11 @@ def noised_weights(model: nn.Module) -> frozenset[str]:
 
 
 def gathered_together(trainer: ActorPPOTrainer, weight: lora.EngineWeight) -> AbstractContextManager[None]:
-    """The weight is whole in this context, by one gather on all ranks: with its A and B under ZeRO-3, else without."""
+    """Makes a weight whole on every rank while the context lasts; all ranks enter it together.
+
+    Under tensor parallelism the base weight is gathered, and adapters are refused. Under ZeRO-3 it is gathered with its
+    adapter's A and B. Otherwise every rank has the whole weight already.
+    """
     import deepspeed
 
     settings = trainer.strategy.args.ds

@@ -132,9 +132,12 @@ class ReplayingPolicyActor(_Replaying):
             # A model without weights for the noise is an error now: a dry run may not have seen the model.
             noise.selected(lora.base_parameters(model_of(self.actor)))
 
-    def set_policy_noise(self, scale: float, sync: int) -> None:
-        """The noise of the next weight sync."""
-        self.trainer.policy_noise = (scale, sync)
+    def set_policy_noise(self, scale: float, step: int) -> None:
+        """Sets σ of the next weight sync, and the training step that its noise is drawn for.
+
+        Syncs for one step have the same noise, such as those around an evaluation.
+        """
+        self.trainer.policy_noise = (scale, step)
 
 
 class ReplayingReferenceActor(_Replaying):

@@ -235,8 +235,9 @@ class RecordingExecutor:
         key = f"{call.get('prompt')}{pictures.key_of(call.get('images')).hex()}"
         number = self._numbers.next(key, round_number)
         if "answers" in arguments:
-            # A prompt that is in the batch twice has twice as many responses: two groups.
-            arguments["answer"] = number % seeds.MOST_RESPONSES % arguments["answers"]
+            number_in_round = number % seeds.MOST_RESPONSES  # the numbers of each round begin at a multiple of it
+            # A prompt that is in the batch twice has two groups, each with responses from 0 on.
+            arguments["answer"] = number_in_round % arguments["answers"]
 
         is_perturbed = run.perturbation is not None and run.perturbation.active
         is_replayed = (is_perturbed or run.replay_routing) and arguments.get("enabled", True)
@@ -300,8 +301,8 @@ async def generate(
     arguments.pop("round", None)
     if conversation is not None:
         check_sampling(sampling_params, conversation.sampling)
-        # An agent may have made its own sampling parameters: the trajectory's arguments win.
         seed = seeds.of_prompt(prompt, pictures.key_of((images or {}).get("image")))
+        # The trajectory's arguments come last and win: an agent may have made its own sampling parameters.
         arguments = {"seed": seed, **arguments, **conversation.arguments}
         conversation.drop_changed(prompt)
         earlier = conversation.earlier(prompt)
@@ -322,14 +323,14 @@ async def generate(
     if conversation is not None and arguments.get("enabled", True):
         conversation.add(parts, prompt, output.outputs[0].token_ids, output.num_cached_tokens or 0)
         if conversation.claim_control():
-            text = prompt
+            control_prompt = prompt
             if images:
                 # The scale of the mismatch is the rounding of engine and trainer. Pictures that these read differently
                 # exceed it, so a control is without them.
                 placeholders = actor._mm_pad_token_ids or ()
-                text = [token for token in prompt if token not in placeholders]
+                control_prompt = [token for token in prompt if token not in placeholders]
             seed = seeds.trajectory_seed(arguments["seed"], arguments["sample"])
-            conversation.add_control(await unperturbed_response(actor, text, sampling_params, seed))
+            conversation.add_control(await unperturbed_response(actor, control_prompt, sampling_params, seed))
     return output
 
 

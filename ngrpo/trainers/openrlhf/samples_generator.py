@@ -124,7 +124,7 @@ class _Engine:
             engine: the handle.
             arguments: of each request, for the engine's perturbation.
             masks: sampling parameters that OpenRLHF has no flags for (top-k, min-p).
-            two_rounds: whether a prompt with wrong responses only gets a second round.
+            two_rounds: whether a prompt may get a second round, which `SecondRound.is_needed` decides.
         """
         self._engine = engine
         self._arguments = arguments

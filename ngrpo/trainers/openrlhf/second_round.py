@@ -115,12 +115,13 @@ class _Call:
 def _random_of_round(call: _Call, method: SecondRound) -> Random:
     """The source of the draws of this prompt's second round.
 
-    A reproducible run numbers its rounds, resumed or not; without numbers each time differs from the last.
+    Where requests carry the number of their round, the draws follow from it, so that a resumed run repeats them.
+    Otherwise the engine counts the second rounds of each prompt, so that each one has draws of its own.
     """
     call.actor.second_rounds_asked[call.prompt] += 1
-    count_of_engine = f"{call.actor.second_rounds_asked[call.prompt]} here"
-    round_or_count = request_arguments(call.sampling_params).get("round", count_of_engine)
-    return Random(f"{method.seed} {round_or_count} {call.prompt}")
+    counted_here = f"{call.actor.second_rounds_asked[call.prompt]} here"  # never equal to the number of a round
+    round_label = request_arguments(call.sampling_params).get("round", counted_here)
+    return Random(f"{method.seed} {round_label} {call.prompt}")
 
 
 async def _refine(

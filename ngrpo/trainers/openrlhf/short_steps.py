@@ -22,14 +22,16 @@ class WholeBatches(Upstream):
             The number of responses of all ranks that are left out.
         """
         rollout, train = self.args.rollout, self.args.train
-        batch = self.strategy.accumulated_gradient * train.micro_batch_size  # of this rank
-        ranks = train.batch_size // batch
+        # The responses of this rank in one --train.batch_size.
+        batch_of_rank = self.strategy.accumulated_gradient * train.micro_batch_size
+        ranks = train.batch_size // batch_of_rank
         whole_step = min(rollout.batch_size, rollout.vllm_generate_batch_size) * rollout.n_samples_per_prompt
-        whole_step -= whole_step % (train.micro_batch_size * ranks)  # which upstream's loader drops
+        # OpenRLHF's data loader drops the responses that fill no micro-batch on every rank.
+        whole_step -= whole_step % (train.micro_batch_size * ranks)
         if train.dynamic_batch_enable or whole_step % train.batch_size:
             return 0
         items = self.replay_buffer.items
-        left_out = len(items) % batch
+        left_out = len(items) % batch_of_rank
         del items[len(items) - left_out :]
         return left_out * ranks
 

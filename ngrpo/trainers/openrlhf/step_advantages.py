@@ -278,7 +278,7 @@ _pending: ContextVar[deque[Tensor] | None] = ContextVar("pending_advantages", de
 
 @contextmanager
 def replacing_estimates(batches: Sequence[Tensor]) -> Iterator[None]:
-    """In this context OpenRLHF's `compute_advantages_and_returns` continues with these rows, a list for its loop.
+    """In this context each call of OpenRLHF's `compute_reward` gets the next of these rows in place of its estimates.
 
     The estimates are local variables of that method: penalties and group statistics make them, and a loop over the
     micro-batches hands each row (B,) to `compute_reward` (clip, KL penalty, last token), in the order of the
@@ -301,7 +301,7 @@ def replacing_estimates(batches: Sequence[Tensor]) -> Iterator[None]:
 
 
 def compute_reward(original: Callable[..., Any]) -> Callable[..., Any]:
-    """OpenRLHF's `compute_reward`, of the rows of :func:`replacing_estimates` in its context."""
+    """OpenRLHF's `compute_reward`: in the context of :func:`replacing_estimates` it is given our rows, one per call."""
 
     def compute_reward(r: Tensor, *args: object, **kwargs: object) -> Any:
         return original(_replaced(r), *args, **kwargs)

@@ -19,8 +19,9 @@ from perturbations.seeds import trajectory_seed
 def share_among_tokens(maker: Any, experiences: list[Experience]) -> dict[str, float]:
     """Replaces the tokens' advantages by those of the run's credit, in-place, for any estimator.
 
-    Returns the metrics ``credit/…`` (docs/metrics.md): over tokens with an advantage other than 0, the share that
-    keeps one, and the mean size over the one before.
+    Returns the metrics ``credit/…`` (docs/metrics.md): ``entropy``, the mean over all trained tokens; ``trained``, the
+    share of tokens with an advantage other than 0 that still have one; ``size``, Σ |A| after the credit over Σ |A|
+    before it.
     """
     credit = require(current_run().credit, "--credit")
     tokens = step_tokens(maker, experiences)

@@ -42,13 +42,13 @@ class PerturbedTrainer(Upstream):
     """What goes in front of `PPOTrainer` and of `TrainingActor`; a run without a feature skips its line.
 
     Attributes:
-        noise_step: the training step of the next rollouts.
+        next_rollout_step: the training step that trains the next rollouts, from 0.
         noise: the step that the engines' noise was last chosen for, and its σ.
         past_steps: for the sampling schedule.
         weight_version: of the trainer's weights: the number of weight syncs that it has made in this process.
     """
 
-    noise_step = 0
+    next_rollout_step = 0
     weight_version = 0
     noise: tuple[int, float | None] = (-1, None)
     past_steps: tuple[PastStep, ...] = ()
@@ -56,10 +56,10 @@ class PerturbedTrainer(Upstream):
     def init_checkpoint_states(self) -> dict[str, Any]:
         run = current_run()
         states = super().init_checkpoint_states()
-        self.noise_step = states["global_step"]
+        self.next_rollout_step = states["global_step"]
         if _STATE in states:
             self.restore(states[_STATE])
-        is_fresh = self.noise_step == 0
+        is_fresh = self.next_rollout_step == 0
         # The first rollout's weights have noise too. With 4 bits they are the dequantised ones, and an engine has the
         # checkpoint's until the first weight sync. A resumed run sends its weights itself.
         if is_fresh and (run.policy_noise is not None or self.args.ds.load_in_4bit):
@@ -83,7 +83,7 @@ class PerturbedTrainer(Upstream):
                 max_staleness=max_staleness,
                 batch=rollout.batch_size * rollout.n_samples_per_prompt,
                 trainer_version=lambda: self.weight_version,
-                step=lambda: self.noise_step,
+                step=lambda: self.next_rollout_step,
             )
         super().fit(*args, **kwargs)
 
@@ -105,7 +105,7 @@ class PerturbedTrainer(Upstream):
         rollout_factor = self.samples_generator.temperature_factor if schedule is not None else 1.0
         self.experience_maker.training_step = global_step
         self.experience_maker.weight_version = self.weight_version
-        self.noise_step = global_step + 1
+        self.next_rollout_step = global_step + 1
         status, global_step = super().train_step(rollout_samples, global_step)
         add_measures(status, self.experience_maker.step_measures)
         self.experience_maker.step_measures = {}
@@ -141,10 +141,10 @@ class PerturbedTrainer(Upstream):
             self.weight_version += 1
             return
         chosen_for, scale = self.noise
-        if chosen_for != self.noise_step:
+        if chosen_for != self.next_rollout_step:
             total = steps_of_run(self.args, len(self.prompts_dataloader))
-            scale = noise.scale(self.noise_step, total, scale, self.experience_maker.rollout_divergence)
-            self.noise = (self.noise_step, scale)
+            scale = noise.scale(self.next_rollout_step, total, scale, self.experience_maker.rollout_divergence)
+            self.noise = (self.next_rollout_step, scale)
         self.send_weights(scale)
 
     def evaluate(self, *args: object, **kwargs: object) -> Any:
@@ -161,7 +161,7 @@ class PerturbedTrainer(Upstream):
         import ray
 
         group = self.actor_model_group
-        ray.get(group.async_run_method(method_name="set_policy_noise", scale=scale, sync=self.noise_step))
+        ray.get(group.async_run_method(method_name="set_policy_noise", scale=scale, step=self.next_rollout_step))
         super().broadcast_to_vllm()
         self.weight_version += 1
 

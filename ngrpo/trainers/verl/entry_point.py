@@ -89,7 +89,8 @@ def _answer(value: object) -> Callable[..., object]:
     return lambda self, *_args, **_kwargs: value
 
 
-# What verl asks of torch.cuda, of a device that is always there and has no memory of its own.
+# Takes the place of torch.cuda: one device without memory of its own. It is "not available", so that verl 0.9.1 leaves
+# its statistics of memory out and loads batches to the CPU; the platform below is available, as verl demands.
 _MEMORY = ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved")
 _DEVICE = SimpleNamespace(
     **{name: getattr(torch.cpu, name) for name in ("current_device", "current_stream", "stream")},
@@ -110,7 +111,7 @@ _METHODS: dict[str, object] = {
     **dict.fromkeys(("manual_seed", "manual_seed_all"), lambda self, seed: torch.manual_seed(seed)),
     "device_module": property(_answer(_DEVICE)),
     "is_available": _answer(True),
-    # Never detected, always set by a flag.
+    # Chosen by the environment variable VERL_PLATFORM, never detected.
     "is_platform_available": lambda self, use_smi_check=False: os.environ.get(_VARIABLE) == _CPU,
     "current_device": _answer(torch.device(_CPU)),  # verl hands an index on to .to() and device=, which take this too
     "device_count": _answer(1),

@@ -137,7 +137,8 @@ class ReplayingEngine(FSDPEngineWithLMHead):
         offsets = token_log_probs.offsets()
         is_packed = logits.shape[:2] == (1, len(values))
         inside = torch.ones_like(values[None], dtype=torch.bool) if is_packed else _inside(offsets)
-        # The row of a token chose the next one; the last row of a sample has no label, and no set.
+        # The row of a token chose the next one. The last row of a sample gets another sample's token as its label,
+        # which nothing reads.
         next_tokens = micro_batch["input_ids"].values().roll(-1)
         labels = next_tokens.new_zeros(inside.shape).masked_scatter(inside, next_tokens)
         rows = values.new_zeros(inside.shape).masked_scatter(inside, values)
@@ -168,10 +169,10 @@ class ReplayingEngine(FSDPEngineWithLMHead):
             offsets = nested.offsets()
             inside = _inside(offsets)
             padded = nested.values().new_zeros(inside.shape).masked_scatter(inside, nested.values())
-            # The value before a position is that of its token.
-            shifted = torch.nn.functional.pad(padded[:, :-1], (1, 0))
-            scored = torch.nn.functional.pad(densities.for_policy_loss(shifted)[:, 1:], (0, 1))
-            values = torch.where(inside, scored, padded)[inside]
+            # verl has a token's log-probability one entry before the token, and `Densities` has it at the token.
+            by_token = torch.nn.functional.pad(padded[:, :-1], (1, 0))
+            scored_by_token = densities.for_policy_loss(by_token)
+            values = torch.nn.functional.pad(scored_by_token[:, 1:], (0, 1))[inside]
             scored_output = {**model_output, "log_probs": torch.nested.nested_tensor_from_jagged(values, offsets)}
             return loss_function(model_output=scored_output, data=data, dp_group=dp_group)
 

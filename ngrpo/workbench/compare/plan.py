@@ -65,11 +65,12 @@ class _Words(NamedTuple):
     def over(self, file: _Words) -> _Words:
         """These words of a command line together with those of a file.
 
-        They replace the file's for the same setting; ``--strategy``, and ``--sweep`` of another key, add to the file's.
+        For the same setting the command line wins. ``--strategy``, and ``--sweep`` of another key, add to the file's.
         """
         own = defaultdict[str, list[str]](list, file.own)
         swept = {swept_key(text) for text in self.own.get("sweep", [])}
         own["sweep"] = [text for text in file.own.get("sweep", []) if swept_key(text) not in swept]
+        # The command line's values come last, which is where `last()` reads. Of strategies and sweeps all values count.
         for name, values in self.own.items():
             own[name] = [*own[name], *values]
         groups = defaultdict[str, list[str]](list)

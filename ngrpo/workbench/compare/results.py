@@ -133,7 +133,10 @@ def _run(plan: Plan, run: Run, folder: ComparisonFolder) -> dict[str, Any]:
 
 
 def _named(diagnosis: dict[str, Any] | None, arms: Sequence[Arm]) -> dict[str, Any] | None:
-    """The diagnosis under the ids of the arms that roll out as it did: another top-p or template does not."""
+    """The diagnosis, with the ids of the comparison's arms in place of its own names (:attr:`Arm.rollout_id`).
+
+    A name that fits no arm stays. An arm with its own top-p or chat template fits none: the diagnosis drew without.
+    """
     if diagnosis is None:
         return None
     names: dict[str, str] = {}

@@ -30,7 +30,8 @@ from ngrpo.machine.upstream.versions import versions
 from ngrpo.workbench.compare.plan import Plan, Run
 from ngrpo.workbench.evaluate.evaluation import unscored, unscored_warnings
 
-# Of a core, for readings of the memory: the kernel walks all pages of a run for each, and the run's page faults wait.
+# The share of a core that readings of the memory may take: for each, the kernel walks all pages of a run, whose page
+# faults wait meanwhile.
 _MEMORY_SHARE = 0.02
 _MEMORY_EVERY_SECONDS = 1.0
 _GRACE_SECONDS = 20.0
@@ -223,7 +224,9 @@ def command(argv: Sequence[str], log: Path, lock: int, on_step: OnStep | None = 
     peak = 0
     next_reading = time.monotonic() + _MEMORY_EVERY_SECONDS
     try:
-        for line in follow(log.with_name(PROGRESS) if on_step else log, lambda: process.poll() is not None):
+        # Without `on_step` the lines are passed over, and the loop only waits for the end of the process.
+        followed = log.with_name(PROGRESS) if on_step else log
+        for line in follow(followed, lambda: process.poll() is not None):
             began = time.monotonic()
             if on_step and began >= next_reading:
                 peak = max(peak, _memory(process.pid))
@@ -232,7 +235,8 @@ def command(argv: Sequence[str], log: Path, lock: int, on_step: OnStep | None = 
             if on_step and line:
                 on_step(json.loads(line))
     finally:
-        # The user interrupted: end the process and its children, politely first.
+        # Where an exception such as Ctrl-C has left the loop, the process still runs: interrupt it and its children,
+        # and kill them if they do not end.
         for sign, patience in ((signal.SIGINT, _GRACE_SECONDS), (signal.SIGKILL, None)):
             if process.poll() is None:
                 with contextlib.suppress(ProcessLookupError):

@@ -38,9 +38,9 @@ ROOM = 160
 _AROUND = 8  # neighbors of each token that span the plane with it
 _RESPONSES = 8  # to each prompt of `contexts`
 _LENGTH = 64  # of a response of sentences
-_FEW = 8  # a token with fewer contexts gets more from the repeated word: a prompt of _REPEATED, and _MORE tokens
-_REPEATED = 32
-_MORE = 4
+_FEW = 8  # a token with fewer contexts gets more from a second pass, whose prompt is the token again and again
+_REPEATED = 32  # tokens of a prompt of the second pass
+_MORE = 4  # tokens of a response of the second pass
 _DIGITS = 6
 
 Context = tuple[Tensor, int]
@@ -196,12 +196,14 @@ def contexts(
         if getattr(tokenizer, "chat_template", None):
             request = conversation.rendered(tokenizer, request, template)
         sentences[token] = tokenizer.encode(request, add_special_tokens=False)
-    # Any model continues a word that is repeated again and again; a last resort, since the model is so sure of it.
+    # The second pass is a last resort: any model continues a repeated word, but is very sure of it.
     repeated = {token: [token] * _REPEATED for token, _ in tokens}
     set_perturbation(llm, PROBE)
+    # The probe runs in the engine, which is in this process, and fills LIKELIEST meanwhile.
     LIKELIEST.update({token: [] for token, _ in tokens})
     try:
         for prompt_of, length in ((sentences, _LENGTH), (repeated, _MORE)):
+            # In the first pass all tokens; in the second those that still have few contexts.
             prompts = [prompt for token, prompt in prompt_of.items() if len(LIKELIEST[token]) < _FEW]
             jobs = []
             for number, prompt in enumerate(prompts):

@@ -93,7 +93,7 @@ def lines(
         unscored_by_file.append(file.unscored(own_names))
     sizes = {n for of_file in counts for n, _ in of_file}
     fewest = min(sizes)
-    # Of each problem the responses that all files have.
+    # For each problem the number of responses that every file has at least.
     common = [min(n for n, _ in of_problem) for of_problem in zip(*counts)]
 
     heads = ["measure", "of", "value [95%]", "cut / unreadable / timed out"]
@@ -131,7 +131,10 @@ def lines(
         " where even 1 might not be.",
     ]
     if len(sizes) > 1:
-        notes.append("Cover@τ is of as many responses to a problem as all files have, expected over which ones.")
+        notes.append(
+            "Cover@τ: files differ in their number of responses, so for each problem it is the mean over all choices of"
+            " as many responses as every file has."
+        )
     return [*head, "", *text_table(rows, left=2), "", *notes]
 
 

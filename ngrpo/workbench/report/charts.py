@@ -116,7 +116,10 @@ def line_chart(
     lines = {series: points for series, points in lines.items() if any(point.y is not None for point in points)}
     if not lines:
         return None
-    drawn = [value for points in lines.values() for _, *values in points for value in values if value is not None]
+    drawn = []
+    for points in lines.values():
+        for point in points:
+            drawn += [value for value in (point.y, point.low, point.high) if value is not None]
     ys = spread(drawn, size.upward, count=size.y_ticks, share=True)
     groups, readings, last_values = [], [], []
     for series, points in lines.items():
@@ -294,18 +297,18 @@ def _seed_means(runs: Sequence[Rows], key: str, bins: Sequence[Sequence[int]]) -
     """
     points = []
     for steps in bins:
-        seeds = []
+        means = []  # of the seeds that logged the value in these steps
         for run in runs:
             logged = [value for step in steps if (value := number(run.get(step), key)) is not None]
             if logged:
-                seeds.append(sum(logged) / len(logged))
+                means.append(sum(logged) / len(logged))
         middle = sum(steps) / len(steps)
-        if not seeds:
+        if not means:
             points.append(Point(middle))
-        elif len(seeds) == 1:
-            points.append(Point(middle, seeds[0]))
+        elif len(means) == 1:
+            points.append(Point(middle, means[0]))
         else:
-            points.append(Point(middle, sum(seeds) / len(seeds), min(seeds), max(seeds)))
+            points.append(Point(middle, sum(means) / len(means), min(means), max(means)))
     return points
 
 

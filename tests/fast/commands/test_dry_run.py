@@ -116,7 +116,7 @@ def memory_of_actor(flags: str) -> dict[str, tuple[float, ...]]:
     return {item.name.removeprefix("actor: "): (*item.phases, item.host) for item in items}
 
 
-def test_memory_of_a_trained_model_by_hand() -> None:
+def test_memory_of_a_trained_model_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     # ZeRO-2 on 4 GPUs: weights 2·1000; of an earlier micro-batch 2·250 bytes of gradients; at the update 2·250, in
     # float32 and scaled 6·250; states 12·250. At the logits' peak, 50·(3·136 + 16·10), there are no new gradients.
     assert memory_of_actor("--train.micro_batch_size 1") == {
@@ -140,6 +140,10 @@ def test_memory_of_a_trained_model_by_hand() -> None:
     # Moments 8·250 and sums 2·250; page-locked master weights and gradients, 1024 each, and a copy of 2·250, thus 512.
     offloaded = memory_of_actor("--ds.adam_offload")
     assert offloaded["optimizer, offloaded"] == (0, 0, 0, 0, 5060)
+    # ZeRO-3 locks no master weights, keeps no sums, and has a buffer for each group: two of 100 parameters, one of 50.
+    monkeypatch.setattr(gpu_plan, "_SUB_GROUP", 100)
+    stage_3 = memory_of_actor("--ds.zero_stage 3 --ds.adam_offload")
+    assert stage_3["optimizer, offloaded"][-1] == 12 * 250 + (2 * 512 + 256) + (2 * 256 + 128)
     assert "gradients" not in offloaded
     # Two samples at a time: twice as many tokens, and no earlier micro-batch.
     two_samples = memory_of_actor("--train.micro_batch_size 2")

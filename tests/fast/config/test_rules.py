@@ -261,8 +261,8 @@ def test_a_refused_run_prepares_and_writes_nothing(monkeypatch: pytest.MonkeyPat
     ("more", "absent"),
     [
         ("--reward.model_name_or_path m", "--reward.remote_url"),
+        ("--reward.model_name_or_path m", "--eval.dataset"),
         ("--train.agent_func_path agent.py", "--reward.remote_url"),
-        ("--data.input_template Q:{}", "--data.apply_chat_template"),
     ],
 )
 def test_a_task_takes_the_place_of_nothing_that_the_user_gives(more: str, absent: str) -> None:
@@ -270,7 +270,17 @@ def test_a_task_takes_the_place_of_nothing_that_the_user_gives(more: str, absent
     words = f"--hardware cpu --model smollm2-135m --task arithmetic --rollout.n_samples_per_prompt 4 {more}"
     flags = complete_run.make(parse.run_config(words.split())).flags
     assert not flags.has(absent)
-    assert flags.value("--data.prompt_dataset").endswith("train.jsonl")
+    assert flags.args["data.prompt_dataset"].endswith("train.jsonl")
+
+
+def test_an_input_template_beside_a_task_is_not_ignored() -> None:
+    words = "--hardware cpu --model smollm2-135m --task arithmetic --rollout.n_samples_per_prompt 4"
+    words += " --data.input_template Q:{}"
+    with pytest.raises(UsageError, match=r"--data\.apply_chat_template false, where a --task adds it"):
+        complete_run.make(parse.run_config(words.split()))
+    flags = complete_run.make(parse.run_config([*words.split(), "--data.apply_chat_template", "false"])).flags
+    assert flags.args["data.input_template"] == "Q:{}"
+    assert not flags.args["data.apply_chat_template"]
 
 
 def test_flags_of_the_layers_are_checked_too(monkeypatch: pytest.MonkeyPatch) -> None:

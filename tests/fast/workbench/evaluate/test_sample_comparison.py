@@ -357,7 +357,7 @@ def test_cover_is_compared_at_as_many_responses(tmp_path: Path) -> None:
     report = lines([eight, four])
 
     assert report[0] == "400 problems, 4 to 8 responses to each"
-    assert report[-1].startswith("Cover@τ is of as many responses")
+    assert report[-1].startswith("Cover@τ: files differ")
     compared = [line.split() for line in report if line.startswith("Cover@") and "four" in line]
     assert len(compared) == 3
     for row in compared:
