@@ -76,7 +76,7 @@ MUTATIONS = {
             "return sum(min(limit, count) for count in counts)",
             "rows: of several files beyond the limit",
         ),
-        ("rows * responses_per_prompt * passes < batch", "rows * responses_per_prompt < batch", "rows: episodes are not counted"),
+        ("responses_per_prompt * passes < batch", "responses_per_prompt < batch", "rows: episodes are not counted"),
         ("if rows is None or rows >= prompts:", "if rows is None or rows > prompts:", "rows: as many as a step takes"),
     ],
     ("ngrpo/machine/hardware/gpu_plan.py", _MEMORY): [
