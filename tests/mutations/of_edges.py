@@ -63,7 +63,30 @@ MUTATIONS = {
             "uniform groups are found by their mean",
         ),
     ],
+    ("ngrpo/methods/tasks/reasoning_gym.py", "methods/tasks/test_tasks.py::test_a_held_out_question_is_not_trained"): [
+        ("if text not in evaluation", "if True", "held-out questions are trained"),
+    ],
+    ("ngrpo/methods/advantages/verified.py", "methods/advantages/test_advantages_further.py"): [
+        (
+            "return torch.where(rewards >= 1.0 - ROUNDING",
+            "return torch.where(rewards >= 1.0",
+            "w_reinforce: no rounding",
+        ),
+    ],
+    ("ngrpo/workbench/evaluate/engine.py", "workbench/evaluate/test_engine.py"): [
+        (
+            "    with noisy_model(model, policy) as loaded:\n        _load_weights(llm, loaded)\n",
+            "    with noisy_model(model, policy) as loaded:\n        pass\n",
+            "noise: the engine stays clean",
+        ),
+        ("_load_weights(llm, loaded)  # the noise", "pass  # the noise", "noise: the engine keeps it"),
+        ("llm.llm_engine.reset_prefix_cache()", "pass", "noise: prefixes of other weights"),
+        ("        if responses > 1:", "        if False:", "evaluation: no ladder"),
+    ],
     ("ngrpo/trainers/openrlhf/second_round.py", "methods/second_rounds/test_second_rounds.py"): [
+        ("if extra > method.room:", "if False:", "second round: a prompt beyond its room"),
+        ('if "answers" in arguments:', "if False:", "second round: a ladder over the first one"),
+        ("not method.is_needed(rewards) or was_cut", "not method.is_needed(rewards)", "second round: a cut prompt"),
         ("if extra > room:", "if extra >= room:", "igrpo: a draft that just fits is not shown"),
     ],
     ("ngrpo/trainers/common/policy_loss.py", "methods/credits/test_credits_loss.py"): [

@@ -38,6 +38,12 @@ def warnings_of(words: str, added: str = "--algo.advantage.estimator group_norm"
         ("--ckpt.save_hf", "--ckpt.save_steps 4"),
         ("--reward.overlong_penalty_factor 2", "--reward.overlong_buffer_len 8"),
         ("--ds.lora.alpha 32", "--ds.lora.rank 8"),
+        ("--algo.kl.horizon 5", "--algo.kl.target 0.1"),
+        ("--algo.kl.unbiased_gradient", "--algo.kl.use_loss"),
+        ("--algo.dynamic_filtering_range 0.1 0.9", "--algo.dynamic_filtering_enable"),
+        ("--train.ema_beta 0.9", "--train.enable_ema"),
+        ("--ds.zpg 2", "--ds.zero_stage 3"),
+        ("--actor.gradient_checkpointing_reentrant", "--actor.gradient_checkpointing_enable"),
     ],
 )
 def test_a_flag_is_idle_without_what_it_needs(idle: str, needed: str) -> None:

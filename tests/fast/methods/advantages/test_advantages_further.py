@@ -421,3 +421,12 @@ def test_openrlhf_s_estimator_needs_no_group_and_leaves_spo_s_numbers_alone() ->
     defaults = complete_run.of_preset(CompleteRun(run=run, flags=flags))
     assert defaults["--algo.advantage.estimator"] == "flash_reinforce"
     assert defaults["--reward.clip_range"] == ("-12", "12")
+
+
+@pytest.mark.parametrize("right", [0.9999998, 1.0, 1.0000002])
+def test_a_reward_within_rounding_of_1_is_right(right: float) -> None:
+    weighted = advantages.compute("w_reinforce", torch.tensor([[right, 0.0]]))
+    assert weighted[0].tolist() == pytest.approx([0.1, -1.0], abs=1e-6)
+    states = [[5.0], [2.0], [-1.0]]
+    of_one = of_group("rep_exp", [1.0, 0.0, 0.0], states, beta=2.0)
+    torch.testing.assert_close(of_group("rep_exp", [right, 0.0, 0.0], states, beta=2.0), of_one, rtol=1e-5, atol=1e-5)

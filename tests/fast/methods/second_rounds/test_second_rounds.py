@@ -244,14 +244,41 @@ def test_a_second_round_asks_with_nonsense_and_log_probabilities(monkeypatch: py
     first, *of_second_round = engine.requests
     assert first["prompt"] == "What?"
     assert first["sampling_params"].logprobs is None
+    assert first["sampling_params"].extra_args["perturbation"]["answers"] == 3
     assert first["max_length"] == 50
     assert len({request["prompt"] for request in of_second_round}) == 3
     for request in of_second_round:
         assert request["sampling_params"].logprobs == 1
+        assert request["sampling_params"].extra_args["perturbation"]["answers"] == 2, "a ladder is over these"
         assert request["num_samples"] == 2
         assert request["label"] == "4"
         nonsense_length = len(request["prompt"]) - len("What?")
         assert request["max_length"] - 50 == nonsense_length, "responses have the same room"
+
+
+class CuttingEngine(Engine):
+    """An engine that leaves out the first token of a prompt, as OpenRLHF does with one that is too long."""
+
+    async def generate_responses(self, **request: Any) -> list[dict[str, Any]]:
+        responses = await super().generate_responses(**request)
+        for response in responses:
+            ((start, end),) = response["action_ranges"]
+            response["observation_tokens"] = response["observation_tokens"][1:]
+            response["action_ranges"] = [(start - 1, end - 1)]
+        return responses
+
+
+def test_a_prompt_that_was_cut_has_one_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = CuttingEngine(1)
+    group = in_two_rounds(engine, monkeypatch, prompts=2, answers=2)
+    assert len(engine.requests) == 1
+    assert len(group) == 3
+
+
+def test_a_prompt_beyond_its_room_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(LOPE), "room", 0)
+    with pytest.raises(RuntimeError, match="tokens longer than the given one; its room is 0"):
+        in_two_rounds(Engine(), monkeypatch)
 
 
 def test_right_responses_become_responses_to_the_prompt_of_the_data(monkeypatch: pytest.MonkeyPatch) -> None:

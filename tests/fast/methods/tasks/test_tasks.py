@@ -3,7 +3,9 @@
 
 import importlib.util
 import json
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -248,3 +250,17 @@ def test_math_file(tmp_path: Path) -> None:
     info = reward_function_of(flags)(texts, [CHAT] * 3, ["1/2"] * 3)
     assert info["rewards"].tolist() == [1.0, 0.0, 0.0]
     assert info["extra_logs"]["answers_found"].tolist()[:2] == [1.0, 1.0]
+
+
+def test_a_held_out_question_is_not_trained(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both seeds draw b; of two entries with one question the first counts."""
+    drawn = {0: [("a", "1"), ("b", "2")], 1: [("b", "2"), ("c", "3"), ("c", "4")]}
+
+    def create_dataset(name: str, seed: int, size: int) -> list[dict[str, str]]:
+        return [{"question": question, "answer": answer} for question, answer in drawn[seed]]
+
+    monkeypatch.setitem(sys.modules, "reasoning_gym", SimpleNamespace(create_dataset=create_dataset))
+    train, held_out = reasoning_gym.generate("any")
+    assert [row["input"][0] for row in train] == ["c"]
+    assert json.loads(train[0]["label"])["entry"]["answer"] == "3"
+    assert [row["input"][0] for row in held_out] == ["a", "b"]

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from benchmarks.models.tiny import random_model
@@ -136,6 +137,27 @@ def test_the_noise_is_that_of_the_trainings_sync(tiny: Path) -> None:
     assert_equal_parameters(loaded.named_parameters(), clean)
 
 
+def test_an_engine_has_the_noise_while_an_arm_is_sampled_and_its_own_weights_afterwards(tiny: Path) -> None:
+    """Also where the sampling fails. Cached prefixes of other weights are dropped after each load."""
+    events: list[Any] = []
+    clean = parameters(tiny)
+    core = SimpleNamespace(
+        model_config=SimpleNamespace(dtype=torch.float32),
+        collective_rpc=lambda method: events.append(load_file(method.keywords["path"])),
+        reset_prefix_cache=lambda: events.append("reset"),
+    )
+    llm: Any = SimpleNamespace(llm_engine=core)
+    noise = policy("--policy_noise", "psn", "--policy_noise.sigma", "0.05", step=3)
+    with pytest.raises(KeyError), engine.noisy_engine(llm, str(tiny), noise):
+        noisy, reset = events
+        assert reset == "reset"
+        raise KeyError
+    assert_equal_parameters(events[2], clean)
+    assert events[3:] == ["reset"]
+    with noisy_model(str(tiny), noise) as loaded:
+        assert_equal_parameters(loaded.named_parameters(), noisy)
+
+
 def test_a_folder_with_noise_is_temporary_and_has_the_other_files(tiny: Path) -> None:
     noise = policy("--policy_noise", "psn", "--policy_noise.sigma", "0.05")
     (tiny / "consolidated.pth").touch()  # further weights of the model without noise
@@ -223,3 +245,10 @@ def test_arms_of_a_diagnosis_have_schedules_and_noise() -> None:
 def test_arms_of_a_diagnosis_have_nothing_of_a_training() -> None:
     with pytest.raises(UsageError, match="is for a training"):
         parse_arms(None, (), ["none credit=top_entropy"], rollouts=True)
+
+
+def test_a_request_has_its_sampling_and_its_place_among_a_prompts_responses(vllm: SimpleNamespace) -> None:
+    sampling = Sampling(temperature=0.7, top_p=0.9, max_tokens=5)
+    params = engine.parameters(sampling, True, True, engine.Job([1], 2, 3), responses=8)
+    assert (params.temperature, params.top_p, params.max_tokens) == (0.7, 0.9, 5)
+    assert params.extra_args["perturbation"] == {"enabled": True, "seed": 2, "sample": 3, "answer": 3, "answers": 8}

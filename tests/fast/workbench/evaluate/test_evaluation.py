@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from ngrpo.commands.eval import run
+from ngrpo.config import parse
 from ngrpo.machine.models import packaged
 from ngrpo.machine.storage.result_folder import read_json
 from ngrpo.methods.scoring import reward_calls
@@ -44,12 +45,14 @@ class MadeUp:
         generated: how many responses it has generated.
         stop_after: after how many it is interrupted.
         seeds: of the jobs that it was given last.
+        settings: what else it was told then.
     """
 
     def __init__(self) -> None:
         self.generated = 0
         self.stop_after = NEVER
         self.seeds: list[int] = []
+        self.settings: dict[str, Any] = {}
         answers = {"perturbation_fingerprint": ["{}"], "perturbation_runner": ["V2"]}
         self.llm_engine = SimpleNamespace(
             model_config=SimpleNamespace(model="made-up"), collective_rpc=lambda method, args=(): answers[method]
@@ -63,8 +66,9 @@ class MadeUp:
             decode=lambda tokens, skip_special_tokens: "" if skip_special_tokens else "<end>" * len(tokens),
         )
 
-    def generate(self, llm: Any, jobs: Any, sampling: Any, **_: Any) -> Iterator[list[Generated]]:
+    def generate(self, llm: Any, jobs: Any, sampling: Any, **settings: Any) -> Iterator[list[Generated]]:
         self.seeds = [seed for _, seed, _ in jobs]
+        self.settings = settings
         for place, (tokens, _, sample) in enumerate(jobs):
             if self.generated >= self.stop_after:
                 raise KeyboardInterrupt
@@ -338,6 +342,20 @@ def test_a_response_may_fill_the_context(llm: MadeUp, tmp_path: Path, monkeypatc
     (model / "config.json").write_text('{"model_type": "llama", "max_position_embeddings": 6}')
     with pytest.raises(UsageError, match=r"has 6 tokens, .* Leave that problem out, or use another model\."):
         evaluate(str(model), PROBLEMS, out=tmp_path / "full", n=1, sampling=fitting, hardware="cpu")
+
+
+def test_the_engine_is_told_the_step_and_the_number_of_responses(
+    llm: MadeUp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A ladder of temperatures is over the responses to a problem, and other schedules follow the training step."""
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text('{"model_type": "llama", "max_position_embeddings": 5000}')
+    monkeypatch.setattr(packaged, "load_tokenizer", lambda name, **options: llm.get_tokenizer())
+    monkeypatch.setattr(engines, "build", lambda *args, **options: llm)
+    policy = engines.RolloutPolicy.of(parse.run_config(["--sampling.schedule", "ladder"]), step=7)
+    evaluate(str(model), PROBLEMS, out=tmp_path / "out", n=3, policy=policy, hardware="cpu")
+    assert llm.settings == {"perturbed": False, "reproducible": True, "step": 7, "responses": 3}
 
 
 def test_a_response_that_timed_out_in_scoring_is_not_called_unreadable() -> None:
