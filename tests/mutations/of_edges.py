@@ -63,6 +63,36 @@ MUTATIONS = {
             "uniform groups are found by their mean",
         ),
     ],
+    ("ngrpo/rollout/runners.py", "methods/sampling_schedules/test_sampling_schedules_run.py"): [
+        (
+            "scaled / factor.unsqueeze(-1)\n            temperature = temperature * factor",
+            "scaled / factor.unsqueeze(-1)",
+            "V2: the record has the temperature without the schedule",
+        ),
+    ],
+    ("ngrpo/rollout/request_arguments.py", "rollout/test_request_arguments.py"): [
+        (
+            "return min(getattr(request, _FIRST_POSITION), request.num_prompt_tokens)",
+            "return request.num_prompt_tokens",
+            "prefix cache: perturbed blocks of earlier turns are shared",
+        ),
+    ],
+    ("ngrpo/trainers/openrlhf/rollout_actor.py", "rollout/test_startup_check.py"): [
+        ("again=run.strict", "again=False", "start-up check: not after a sync"),
+    ],
+    ("ngrpo/rollout/startup_check.py", "rollout/test_startup_check.py"): [
+        (
+            "    if not getattr(self, _PASSED, False):",
+            "    if False:",
+            "start-up check: not of a later perturbation",
+        ),
+    ],
+    ("ngrpo/trainers/openrlhf/moving_average.py", "trainers/openrlhf/test_moving_average.py"): [
+        (" and not self.use_dynamic_batch", "", "moving average: dynamic batches are not all updates"),
+    ],
+    ("ngrpo/trainers/common/weights_file.py", "trainers/openrlhf/test_weight_sync.py"): [
+        (".free > 1.1 * size", ".free > 0", "weight sync: /dev/shm runs full"),
+    ],
     ("ngrpo/methods/tasks/reasoning_gym.py", "methods/tasks/test_tasks.py::test_a_held_out_question_is_not_trained"): [
         ("if text not in evaluation", "if True", "held-out questions are trained"),
     ],

@@ -39,6 +39,7 @@ def test_grpo_with_reference_checkpointing_and_evaluation(tmp_path: Path, random
         assert step["gap_perturbed_max"] <= GAP
         assert step["gap_plain_max"] <= GAP
         assert step.get("gap_unperturbed_mean", 0.0) <= GAP
+    assert "gap_unperturbed_mean" in steps[0], "no control was drawn"
     # Three of a group's four responses find the first 32 of a prompt's 41 tokens, which is a block on a CPU.
     assert steps[0]["prefix_hit_rate"] == pytest.approx(3 / 4 * 32 / 41)
     summary = json.loads((tmp_path / "summary.json").read_text())

@@ -5,7 +5,6 @@ import base64
 import contextlib
 import os
 import re
-import socket
 import subprocess
 import sys
 import time
@@ -20,6 +19,7 @@ import pytest
 from perturbations import ReplayRecord
 from tests.conftest import ROOT
 from tests.stack.harness import Rollout, gaps
+from tests.support.own_process import free_port
 
 pytestmark = pytest.mark.slow
 
@@ -60,9 +60,7 @@ def wait_for_startup(process: subprocess.Popen, log: Path) -> None:
 @pytest.fixture(scope="module")
 def address(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The address of a server that has started."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     log = tmp_path_factory.mktemp("serve") / "log"
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
     with (

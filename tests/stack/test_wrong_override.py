@@ -149,7 +149,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def test_the_probe_tells_right_from_wrong(case: Case) -> None:
     right = case.outcomes["right"]
     assert right.failure is None
-    assert right.seconds < 5.0
+    assert right.seconds < 60.0, "it hangs"
     for override, outcome in case.outcomes.items():
         if override == "right":
             continue

@@ -9,15 +9,15 @@ HEAVY = ["torch", "vllm", "openrlhf", "ray", "deepspeed", "transformers"]
 
 PROBE = """
 import json, sys, time
-before = time.perf_counter()
+before = time.process_time()
 {statement}
-seconds = time.perf_counter() - before
+seconds = time.process_time() - before
 print(json.dumps([seconds, sorted(name for name in sys.modules if "." not in name)]))
 """
 
 
 def probe(statement: str) -> tuple[float, set[str]]:
-    """Runs a statement in a fresh interpreter: its seconds, and the top-level modules loaded after it."""
+    """Runs a statement in a fresh interpreter: its processor seconds, and the top-level modules loaded after it."""
     command = [sys.executable, "-c", PROBE.format(statement=statement)]
     process = subprocess.run(command, capture_output=True, text=True, check=False)
     assert process.returncode == 0, process.stderr

@@ -3,6 +3,7 @@
 
 import json
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -59,14 +60,21 @@ def result_of(module: str, *arguments: str, env: dict[str, str] | None = None) -
     return json.loads(result.removeprefix(RESULT))
 
 
+def free_port() -> int:
+    """A free port that the system gives to no outgoing connection, since its user listens seconds later."""
+    for port in random.SystemRandom().sample(range(20000, 32768), 64):
+        with suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("no free port")
+
+
 def run_two_ranks(module: str, *arguments: str, timeout: float = 240.0, ranks: int = 2) -> list[str]:
     """What each rank of ``python -m module RANK PORT *arguments`` printed; all must succeed.
 
     A rank that makes fewer collective calls than the other hangs until ``timeout``, or aborts.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    port = str(free_port())
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     processes = [
         subprocess.Popen(

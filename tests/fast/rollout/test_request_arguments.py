@@ -372,3 +372,22 @@ def test_a_client_that_went_away_gets_no_record() -> None:
     response = asyncio.run(serve._with_records(held, engine=None, suffix="-1"))
     assert response.status_code == 200
     assert response.body == b"null"
+
+
+def test_a_block_with_perturbed_inputs_belongs_to_its_request() -> None:
+    """Blocks up to the prompt's end, or to a record's first position, are shared by all requests with their tokens."""
+    keys_of = request_arguments.with_trajectory_keys(lambda request, start, end, mm: (("lora",), mm))
+    record = dataclasses.replace(KEPT, prompt_tokens=40, num_tokens=64, positions=np.array([40])).to_bytes()
+
+    def request(arguments: dict[str, Any]) -> Any:
+        params = SimpleNamespace(extra_args={"perturbation": arguments})
+        return SimpleNamespace(request_id="a", num_prompt_tokens=64, sampling_params=params)
+
+    shared = (("lora",), 0)
+    own = (("lora", "perturbation:a"), 0)
+    plain = request({})
+    continued = request({"record": record})
+    assert keys_of(plain, 32, 64, 0) == shared
+    assert keys_of(plain, 64, 96, 0) == own
+    assert keys_of(continued, 8, 40, 0) == shared
+    assert keys_of(continued, 32, 64, 0) == own

@@ -10,6 +10,8 @@ import pytest
 
 from ngrpo.rollout import startup_check
 from ngrpo.trainers.common.sample_records import EngineCheck
+from ngrpo.trainers.openrlhf.rollout_actor import rollout_actor
+from tests.support.run import run_with
 
 
 class Engine:
@@ -153,3 +155,53 @@ def test_no_request_runs_after_a_proof_that_failed() -> None:
         startup_check.checked_core(lambda self, config: None)(core, core.vllm_config)
     with pytest.raises(RuntimeError, match="second"):
         startup_check.check_before_request(core)
+
+
+@pytest.mark.parametrize(("strict", "asked"), [(False, 1), (True, 2)])
+def test_an_actors_engine_has_its_own_seed_and_check(strict: bool, asked: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    seeds: list[int] = []
+    calls: list[str] = []
+
+    async def noted(method: str, *_: Any, **__: Any) -> list[None]:
+        calls.append(method)
+        return [None]
+
+    async def confirmed(*_: Any) -> None:
+        return None
+
+    class Plain:
+        executor = None
+        llm = SimpleNamespace(collective_rpc=noted)
+
+        async def __init__(self, **kwargs: Any) -> None:
+            seeds.append(kwargs["additional_config"]["perturbation"]["seed"])
+
+    monkeypatch.setattr("ngrpo.rollout.records.confirm", confirmed)
+    run_with(monkeypatch, perturbation={"name": "gumbel"}, strict=strict)
+    for seed in (1, 2, 1):
+        actor = object.__new__(rollout_actor(Plain))
+        asyncio.run(actor.__init__(seed=seed))
+    assert seeds[0] == seeds[2] != seeds[1]
+    calls.clear()
+    actor.engine_check.weights_synced()
+    asyncio.run(actor.engine_check.passed())
+    assert calls.count("perturbation_check") == asked - 1
+
+
+def test_the_first_perturbation_of_a_plain_engine_is_checked() -> None:
+    core = core_with(Scheduler())
+    core.batch_queue = None
+    replace = startup_check.with_calls_of_core(lambda self, method: None)
+    startup_check.check_before_request(core)
+    assert not core.states
+    replace(core, "perturbation_replace")
+    core.vllm_config.load_config.load_format = "dummy"
+    startup_check.check_before_request(core)
+    assert not core.states, "random weights tell nothing"
+    core.vllm_config.load_config.load_format = "auto"
+    startup_check.check_before_request(core)
+    assert core.states
+    core.states.clear()
+    replace(core, "perturbation_replace")
+    startup_check.check_before_request(core)
+    assert not core.states, "it has passed"

@@ -161,6 +161,39 @@ def test_the_perturber_is_told_the_temperature_that_was_drawn_with() -> None:
     assert temperature == pytest.approx([1.6])
 
 
+def test_v2_tells_the_perturber_the_temperature_that_was_drawn_with() -> None:
+    """As above, in the runner that is CUDA's default."""
+    pytest.importorskip("vllm")
+    calls: list[tuple[list[float], list[float]]] = []
+
+    def finish(scaled: torch.Tensor, temperature: torch.Tensor, *_: Any) -> None:
+        calls.append((scaled[0].tolist(), temperature.tolist()))
+
+    def original(logits: Any, expanded_idx_mapping: Any, idx_mapping_np: Any) -> None:
+        raise AssertionError("the perturber samples")
+
+    states = SimpleNamespace(
+        temperature=SimpleNamespace(gpu=torch.tensor([0.8])),
+        any_greedy=lambda slots: False,
+        vocab_size=2,
+        top_k=SimpleNamespace(np=np.array([2])),
+        top_p=SimpleNamespace(np=np.ones(1)),
+        min_p=SimpleNamespace(np=np.zeros(1)),
+        apply_min_p=None,
+    )
+    sampler = SimpleNamespace(
+        sample=original, sampling_states=states, apply_sampling_params=lambda logits, *_, **__: logits / 0.8
+    )
+    perturber = SimpleNamespace(
+        busy=True, composition=1, temperature_factor=lambda *_: torch.tensor([2.0]), finish=finish
+    )
+    sample = runners._sample_v2(sampler, SimpleNamespace(perturber=perturber, output_layer=None))
+    sample(torch.tensor([[3.2, 0.0]]), torch.tensor([0]), np.array([0]))
+    ((scaled, temperature),) = calls
+    assert scaled == pytest.approx([2.0, 0.0])
+    assert temperature == pytest.approx([1.6])
+
+
 # --- in OpenRLHF ------------------------------------------------------------------------------------------------
 
 

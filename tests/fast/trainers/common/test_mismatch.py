@@ -3,6 +3,7 @@
 
 import asyncio
 import dataclasses
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -232,3 +233,20 @@ def test_rollouts_at_other_temperatures_are_not_judged(
         experience_maker.judge(maker, large)
     run_with(monkeypatch, strict=True, sampling_schedule=sampling_schedules.create("ladder").spec())
     experience_maker.judge(maker, large)
+
+
+def test_the_scale_is_of_the_runs_precision(maker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """1e-3 is rounding in bfloat16 and a fault in float32."""
+    run_with(monkeypatch, strict=True)
+    for dtype, is_fault in (("bf16", False), ("fp32", True)):
+        maker.gap_scale = None
+        maker.strategy.args.ds.param_dtype = dtype
+        experience_maker.judge(maker, step(unperturbed=2e-6, plain=2e-6))
+        with pytest.raises(ReplayGap) if is_fault else nullcontext():
+            experience_maker.judge(maker, step(plain=1e-3))
+
+
+def test_noisy_weights_are_not_taken_for_another_model(maker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_with(monkeypatch, strict=True, policy_noise={"name": "psn"})
+    experience_maker.judge(maker, step(unperturbed=2.0, plain=2.0))
+    assert maker.gap_scale.is_needed

@@ -173,3 +173,11 @@ def test_the_warning_comes_once_and_reaches_the_screen(capsys: pytest.CaptureFix
     screen = io.StringIO()
     show_progress([f"(PPOTrainer pid=7) {line}" for line in printed.splitlines()], screen)
     assert "warning: log-probabilities of rollout and trainer differ by 1" in screen.getvalue()
+
+
+def test_the_planned_rate_counts_from_the_beginning_of_each_turn() -> None:
+    """Two turns of two tokens: a burn-in of 1 leaves the second token of each."""
+    log_probs = [NAN, NAN, -1.0, -2.0, NAN, NAN, -3.0, -4.0]
+    perturbation = create("gumbel", rate=1.0, burn_in=1)
+    measures = step_metrics([trajectory([3], [True], log_probs)], [np.array(log_probs)], perturbation)
+    assert measures["perturbation/planned_rate"] == 2 / 4

@@ -61,3 +61,15 @@ def test_an_average_by_hand() -> None:
     ours(of_run, model, average, 0.5, "cuda")
     assert average.weight.item() == 3.0
     assert average.bias.item() == 2.0
+
+
+def test_with_dynamic_batches_each_call_is_an_update() -> None:
+    """OpenRLHF calls it once for each update then."""
+    model, average = (nn.Linear(1, 1, bias=False) for _ in range(2))
+    with torch.no_grad():
+        model.weight.fill_(4.0)
+        average.weight.fill_(2.0)
+    of_run = strategy(accumulated=2)
+    of_run.use_dynamic_batch = True
+    moving_average(in_its_dtype)(of_run, model, average, 0.5, "cuda")
+    assert average.weight.item() == 3.0

@@ -2,12 +2,15 @@
 """Weight sync through a file: every engine takes it, rank 0 alone writes it, and nothing of it stays."""
 
 import os
+import tempfile
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from ngrpo.trainers.common import weights_file
 from ngrpo.trainers.openrlhf import actor_trainer
 from tests.support.run import run_with
 
@@ -81,3 +84,26 @@ def test_the_file_goes_where_an_engine_fails(monkeypatch: pytest.MonkeyPatch) ->
         sync(monkeypatch, 0, [engine])
     ((path, _),) = engine.loaded
     assert not os.path.exists(path)
+
+
+@pytest.mark.parametrize(("free", "folder"), [(120, "shm"), (109, "tmp")])
+def test_a_small_shared_memory_is_not_used(
+    free: int, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """100 bytes need 110."""
+    for name in ("shm", "tmp"):
+        (tmp_path / name).mkdir()
+    monkeypatch.setattr(weights_file, "_SHARED_MEMORY", str(tmp_path / "shm"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    monkeypatch.setattr(weights_file.shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
+    with weights_file.written({"w": torch.zeros(25)}) as path:
+        assert Path(path).parent.name == folder
+    assert not Path(path).exists()
+
+
+def test_weights_that_an_engine_cannot_take(tmp_path: Path) -> None:
+    worker = SimpleNamespace(model_config=SimpleNamespace(dtype=torch.bfloat16))
+    with pytest.raises(FileNotFoundError, match="must share one machine"):
+        weights_file.load_weights_file(worker, str(tmp_path / "none"))
+    with weights_file.written({"w": torch.zeros(2)}) as path, pytest.raises(TypeError, match="of one dtype"):
+        weights_file.load_weights_file(worker, path)
