@@ -113,7 +113,7 @@ _OUTPUTS = {"--ckpt.output_dir": "model", "--ckpt.path": "checkpoints", "--logge
 # Another flag that sets the same thing: where the user gives it, the default of ours would override it silently.
 _SAME_SETTING = {"--actor.eps_clip_low_high": "--actor.eps_clip"}
 # A flag of the task is not added where the user gives one of those on the right: OpenRLHF would read the task's instead
-# of it, and evaluates with a reward model nowhere.
+# of it, and it has no evaluation by a reward model.
 _IN_PLACE_OF_TASKS = {
     "--reward.remote_url": ("--reward.model_name_or_path", "--train.agent_func_path"),
     "--eval.dataset": ("--reward.model_name_or_path",),

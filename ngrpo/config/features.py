@@ -177,18 +177,18 @@ def kl_term(combination: Combination) -> str:
     return f"{KL} {coefficient}" if combination.flags.has(KL) else f"{KL} {coefficient} (OpenRLHF's default)"
 
 
-def _has_function(combination: Combination) -> bool:
-    """Whether a file, a server or a task scores the responses."""
-    return bool(combination.flags.value("--reward.remote_url") or combination.run.task)
+def _has_late_reward(combination: Combination) -> bool:
+    """Whether a reward model scores the responses, in place of a file, a server or a task."""
+    flags = combination.flags
+    if flags.has("--reward.model_name_or_path"):
+        return True
+    return not flags.value("--reward.remote_url") and not combination.run.task
 
 
 CRITIC = when(f"{ESTIMATOR} gae", lambda combination: combination.value(ESTIMATOR) == "gae")
 NO_CRITIC = other_than(ESTIMATOR, "gae")
 ONE_ANSWER = when(f"{SIZES[1]} 1", lambda combination: combination.value(SIZES[1]) == "1")
-LATE_REWARD = when(
-    "a reward model",
-    lambda combination: combination.flags.has("--reward.model_name_or_path") or not _has_function(combination),
-)
+LATE_REWARD = when("a reward model", _has_late_reward)
 EVAL_AT_START = when("--eval.at_start", lambda combination: combination.run.eval_at_start)
 REPRODUCIBLE = when("--reproducible", lambda combination: combination.run.reproducible)
 

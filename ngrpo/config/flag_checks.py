@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ngrpo.config import number_rules
 from ngrpo.config.feature_kinds import MODEL
-from ngrpo.config.input_checks import rows_of
+from ngrpo.config.input_checks import check_home, rows_of
 from ngrpo.config.number_rules import NumberRule
 from ngrpo.config.run import RunConfig
 from ngrpo.machine.models import conversation, packaged
@@ -68,8 +68,7 @@ def _violated_rule(flag: Flag, flags: Flags) -> str:
     if flag.name in _WORDS:
         return _violated_choice(flag.name, value)
     if flag.name == "--data.input_template":
-        is_read = "{}" in value  # OpenRLHF leaves any other form, such as {0}, out
-        return "" if is_read and conversation.is_input_template(value) else conversation.INPUT_TEMPLATES
+        return "" if conversation.is_input_template(value) else conversation.INPUT_TEMPLATES
     if flag.name == "--data.prompt_probs":
         names = (flags.value("--data.prompt_dataset") or "").split(",")
         shares = [number_rules.number(share, float) for share in value.split(",")]
@@ -195,9 +194,7 @@ def check_output(flags: Flags, run: RunConfig) -> None:
     outputs = {"--run-dir": run.run_dir, "--log-file": run.log_file}
     for flag_name in _OUTPUTS:
         outputs[flag_name] = flags.value(flag_name)
-        name = outputs[flag_name] or ""
-        if name.startswith("~"):
-            raise UsageError(f"{flag_name} {name}: OpenRLHF does not expand '~'. Write {Path(name).expanduser()}.")
+        check_home(flag_name, outputs[flag_name] or "")
     for flag_name, name in outputs.items():
         if not name:
             continue

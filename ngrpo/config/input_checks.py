@@ -54,13 +54,18 @@ def check_files(flags: Flags) -> None:
             _check_file(flag, name, flags)
 
 
+def check_home(flag: str, name: str) -> None:
+    """Raises ``UsageError`` for a path that begins with "~"."""
+    if name.startswith("~"):
+        raise UsageError(f"{flag} {name}: OpenRLHF does not expand '~'. Write {Path(name).expanduser()}.")
+
+
 def _check_file(flag: str, name: str, flags: Flags) -> None:
     """Raises ``UsageError`` as :func:`check_files`."""
     content = dataset_file.read(flag, name, flags)
     subject = f"{flag} {name}"
     names = ColumnNames.of(flags)
-    if name.startswith("~"):
-        raise UsageError(f"{subject}: OpenRLHF does not expand '~'. Write {Path(name).expanduser()}.")
+    check_home(flag, name)
     if names.prompt == names.label:
         raise UsageError(
             f"--data.label_key {names.label}: is the column of the prompts too. Name the column of answers."
@@ -326,8 +331,8 @@ def _check_generation_config(path: Path) -> None:
     except OSError:  # not JSON: transformers leaves the file out
         return
     except ValueError as error:
-        _, *faults = [*str(error).splitlines(), ""]
-        reason = faults[0] or str(error)
+        lines = str(error).splitlines()
+        reason = lines[1] if len(lines) > 1 else lines[0]  # the first is a title of several faults
         raise UsageError(
             f"{path}: transformers loads it and refuses to save it, after the training: {reason} Correct the file (with"
             ' a temperature, top_p or top_k: add "do_sample": true).'

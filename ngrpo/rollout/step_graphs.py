@@ -345,8 +345,7 @@ class StepGraphs:
         self._check_addresses()  # the first run may have built a new table, and older graphs read the old one
         self._addresses = self._current_addresses()
         if self._pool is None:
-            # The memory of an earlier pool, and any that is cached, is free for others only now; a capture that finds
-            # too little cannot free it.
+            # A capture cannot free cached memory, that of an earlier pool included, so it is freed here.
             torch.cuda.empty_cache()
             self._pool = CudaGraph.pool()
         graph = CudaGraph(self._pool)

@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ngrpo.machine.hardware.processes import free_port
 from perturbations import ReplayRecord
 from tests.conftest import ROOT
 from tests.stack.harness import Rollout, gaps
-from tests.support.own_process import free_port
 
 pytestmark = pytest.mark.slow
 
@@ -61,6 +61,7 @@ def wait_for_startup(process: subprocess.Popen, log: Path) -> None:
 def address(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The address of a server that has started."""
     port = free_port()
+    assert port is not None
     log = tmp_path_factory.mktemp("serve") / "log"
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
     with (

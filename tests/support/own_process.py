@@ -3,8 +3,6 @@
 
 import json
 import os
-import random
-import socket
 import subprocess
 import sys
 import time
@@ -14,6 +12,7 @@ from typing import Any
 
 import psutil
 
+from ngrpo.machine.hardware.processes import free_port
 from tests.conftest import ROOT
 
 RESULT = "RESULT "
@@ -58,15 +57,6 @@ def result_of(module: str, *arguments: str, env: dict[str, str] | None = None) -
     lines = run_module(module, *arguments, env=env).splitlines()
     result = next(line for line in lines if line.startswith(RESULT))
     return json.loads(result.removeprefix(RESULT))
-
-
-def free_port() -> int:
-    """A free port that the system gives to no outgoing connection, since its user listens seconds later."""
-    for port in random.SystemRandom().sample(range(20000, 32768), 64):
-        with suppress(OSError), socket.socket() as probe:
-            probe.bind(("127.0.0.1", port))
-            return port
-    raise AssertionError("no free port")
 
 
 def run_two_ranks(module: str, *arguments: str, timeout: float = 240.0, ranks: int = 2) -> list[str]:

@@ -116,19 +116,25 @@ def add_programs_to_path() -> None:
 
 
 def port_below_outgoing(original: Callable[[], int]) -> Any:
-    """`BaseDistributedActor._get_free_port`: a free port that the system gives to no outgoing connection.
+    """`BaseDistributedActor._get_free_port`: :func:`free_port`, or OpenRLHF's own where there is none.
 
     OpenRLHF 0.11.2 listens at its port seconds after it chose it. Ray and vLLM open hundreds of connections meanwhile,
     from the system's own free ports (TCPStore: EADDRINUSE).
     """
 
     @wraps(original)
-    def free_port() -> int:
-        # The system's randomness: two runs of one seed may start at the same time.
-        for port in random.SystemRandom().sample(_PORTS, 64):
-            with socket.socket() as probe, suppress(OSError):
-                probe.bind(("", port))
-                return port
-        return original()
+    def chosen_port() -> int:
+        port = free_port()
+        return original() if port is None else port
 
-    return staticmethod(free_port)
+    return staticmethod(chosen_port)
+
+
+def free_port() -> int | None:
+    """A free port that the system gives to no outgoing connection; None where 64 at random are all taken."""
+    # The system's randomness: two runs of one seed may start at the same time.
+    for port in random.SystemRandom().sample(_PORTS, 64):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("", port))
+            return port
+    return None

@@ -196,9 +196,11 @@ def template_arguments(text: str | None) -> dict[str, Any]:
 
 def is_input_template(text: str) -> bool:
     """Whether a text can be an :data:`INPUT_TEMPLATE`."""
+    if "{}" not in text:  # OpenRLHF leaves the prompt out of any other form, such as {0}
+        return False
     try:
         return text.format("a") != text.format("b")
-    except (AttributeError, LookupError, TypeError, ValueError):  # such as \\boxed{[x]}, whose braces are not doubled
+    except (AttributeError, LookupError, TypeError, ValueError):  # such as \boxed{[x]}, whose braces are not doubled
         return False
 
 

@@ -325,7 +325,7 @@ def words(values: Mapping[str, Any], *, prefix: str = "") -> list[str]:
 
 def _shell_words(text: str) -> list[str]:
     r"""Splits a text at blanks outside of quotes. A backslash stays, as in an input template with ``\n``."""
-    lexer = shlex.shlex(text, posix=True, punctuation_chars=False)
+    lexer = shlex.shlex(text, posix=True)
     lexer.whitespace_split = True
     lexer.commenters = ""
     lexer.escape = ""

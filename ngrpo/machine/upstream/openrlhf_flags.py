@@ -273,11 +273,15 @@ def check_words(flags: Flags) -> None:
     """Raises ``UsageError`` for a flag that OpenRLHF does not have, and for a value too many."""
     most_values = _most_values(actions())
     for flag in flags:
-        most = most_values.get(flag.name, 0)
-        surplus = flag.values[most:] if isinstance(most, int) else ()
-        if flag.name not in most_values or surplus:
-            word = surplus[0] if flag.name in most_values else flag.argv[0]
-            raise UsageError(f"{left_over(word, flag.argv, actions(), _OURS)} {_HELP}")
+        if flag.name not in most_values:
+            word = flag.argv[0]
+        else:
+            most = most_values[flag.name]
+            surplus = flag.values[most:] if isinstance(most, int) else ()
+            if not surplus:
+                continue
+            word = surplus[0]
+        raise UsageError(f"{left_over(word, flag.argv, actions(), _OURS)} {_HELP}")
 
 
 def parsed(argv: Sequence[str]) -> dict[str, Any]:

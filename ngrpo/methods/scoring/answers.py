@@ -238,11 +238,12 @@ _MARKUP = re.compile(
 _DENIED = re.compile(r"(?:\bnot|n[’']t|\bnever|\bcannot)\s+(?:be\s+)?(?:option\s+|choice\s+)?\(?[A-Za-z]\)?(?![\w’'])")
 # The answer follows these: "the answer is", "Answer:", "I choose", "wait, actually,". After "it must be" and "so" other
 # letters than an answer's may follow.
+_CORRECTION = r"wait|actually|correction|sorry|on\s+second\s+thought"
 _CUE = re.compile(
     r"\b(?:answer|option|choice)\b[^\n.:;,]{0,30}?(?:\bis\b|\bbe\b|:|=|\s-)"
     r"|\bans(?:wer)?\b[.:,]?|<answer>|####"
     r"|\b(?:choose|select|pick|take|go(?:ing)?\s+with)\b"
-    r"|\b(?:wait|actually|correction|sorry|on\s+second\s+thought|i\s+(?:mean|would\s+say)|no(?=[,.:;]))\b"
+    rf"|\b(?:{_CORRECTION}|i\s+(?:mean|would\s+say)|no(?=[,.:;]))\b"
     r"|(?P<weak>\b(?:it|that|this)(?:[’']s|\s+(?:is|must\s+be|has\s+to\s+be|should\s+be))"
     r"|\b(?:so|hence|thus|therefore)\b)",
     re.I,
@@ -255,7 +256,7 @@ _FILLER = re.compile(
 # What makes a letter after a weak cue an answer although there is one already: the sentence has nothing else.
 _ENDS_SENTENCE = re.compile(r"[\[(\"']?[A-Z][\])\"']?\s*(?:[.!]|$)", re.MULTILINE)
 # "Wait, actually" before "it's B": the answer is corrected.
-_CORRECTS = re.compile(r"\b(?:wait|actually|correction|sorry|on\s+second\s+thought|i\s+mean|no)\b[\s,.:;–—-]*$", re.I)
+_CORRECTS = re.compile(rf"\b(?:{_CORRECTION}|i\s+mean|no)\b[\s,.:;–—-]*$", re.I)
 _BARE_VARIABLE = re.compile(r"[a-z](?![\w’')\]])")
 _LETTER = re.compile(r"(?P<open>[\[(\"']?)(?P<letter>[A-Za-z])(?P<close>[\])\"']?)(?![\w’'])(?P<rest>[^\n]*)")
 _ENDS = re.compile(
@@ -362,8 +363,13 @@ def _claims(text: str, letter_of: dict[str, str], *, is_answered: bool = False) 
 
 def _names_answer(text: str, *, is_later: bool) -> bool:
     """Whether a letter after "so" or "it is" may be an answer; ``is_later``: whether there is an answer already."""
-    text = _FILLER.sub("", text, count=1).strip()
+    text = _without_filler(text)
     return bool(_ENDS_SENTENCE.match(text)) if is_later else not _BARE_VARIABLE.match(text)
+
+
+def _without_filler(text: str) -> str:
+    """A text without the words between a cue and its answer, as "most likely" in "is most likely B"."""
+    return _FILLER.sub("", text, count=1).strip()
 
 
 def _claim(text: str, letter_of: dict[str, str]) -> str | None:
@@ -377,8 +383,7 @@ def _claim(text: str, letter_of: dict[str, str]) -> str | None:
 
 def _option_claimed(text: str, letter_of: dict[str, str]) -> str | None:
     """The letter of the option whose text a text begins with; None for none."""
-    without_filler = _FILLER.sub("", text, count=1)
-    for beginning in (text.strip(' :="\n'), without_filler.strip()):  # "No increase" begins with a filler
+    for beginning in (text.strip(' :="\n'), _without_filler(text)):  # "No increase" begins with a filler
         for option, letter in letter_of.items():
             if option and beginning.lower().startswith(option) and _TEXT_ENDS.match(beginning[len(option) :]):
                 return letter
@@ -387,8 +392,7 @@ def _option_claimed(text: str, letter_of: dict[str, str]) -> str | None:
 
 def _letter_claimed(text: str, letter_of: dict[str, str]) -> str | None:
     """As :func:`_claim`, by the letter itself."""
-    text = _FILLER.sub("", text, count=1).strip()
-    match = _LETTER.match(text)
+    match = _LETTER.match(_without_filler(text))
     if not match:
         return None
     letter = match["letter"].upper()

@@ -240,6 +240,7 @@ def test_a_training_without_the_chat_template_and_evaluation_have_one_prompt(
     ("words", "row", "says"),
     [
         (["--input-template", "Q:"], {"input": "2 + 2?"}, r"--input-template Q:: must be a text with \{\} once"),
+        (["--input-template", "Q{0}"], {"input": "2 + 2?"}, r"--input-template Q\{0\}: must be a text with \{\} once"),
         (["--input-template", "{}", "--chat_template_kwargs", "a=1"], {"input": "2 + 2?"}, "has no effect with"),
         (["--input-template", "{}"], {"input": [SYSTEM, ASKED]}, "row 1 .*several messages.*need a chat template"),
     ],
