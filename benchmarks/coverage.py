@@ -238,11 +238,12 @@ def _print_detectable() -> None:
     print(
         "\nsmallest difference found with a chance of 80%, in standard deviations of the paired difference over seeds"
     )
-    settings = {"one test": (1, 1), "four": (4, 1), "ten": (10, 1), "four, two tasks pooled": (4, 2)}
     for seeds in SEEDS:
         cells = []
-        for label, (tests, tasks) in settings.items():
-            cells.append(f"{label} {statistics.detectable(1.0, seeds, tests, tasks):.2f}")
+        for label, tests in {"one test": 1, "four": 4, "ten": 10}.items():
+            cells.append(f"{label} {statistics.detectable(1.0, seeds, tests):.2f}")
+        of_spread_one = np.arange(seeds) / np.arange(seeds).std(ddof=1)
+        cells.append(f"four, two tasks pooled {pooled.detectable([of_spread_one, of_spread_one], 4):.2f}")
         print(f"{seeds:>2} seeds  " + "  ".join(cells))
 
 

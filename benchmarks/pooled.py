@@ -8,12 +8,15 @@ probability of improvement is that of Agarwal et al. (2021, arXiv 2108.13264), w
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
-from ngrpo.workbench.statistics import LEVEL, TIE, bounds
+from ngrpo.workbench.statistics import LEVEL, POWER, TIE, bounds
 
 REPLICATES = 2000
+STUDIES = 40_000
+"""Simulated studies of :func:`detectable`, whose result they hold to about 1%."""
 
 
 def mean_difference(tasks: Sequence[np.ndarray]) -> dict[str, float | None]:
@@ -29,15 +32,52 @@ def mean_difference(tasks: Sequence[np.ndarray]) -> dict[str, float | None]:
 
     value = float(np.mean([task.mean() for task in tasks]))
     variances = np.array([task.var(ddof=1) / len(task) for task in tasks]) / len(tasks) ** 2
-    variance = variances.sum()
-    if math.sqrt(variance) <= TIE:
+    error = math.sqrt(variances.sum())
+    if error <= TIE:
         return {"value": value, "low": None, "high": None, "p": None}
-    degrees = np.array([len(task) - 1 for task in tasks])
-    freedom = variance**2 / (variances**2 / degrees).sum()
-    error = math.sqrt(variance)
+    freedom = _degrees_of_freedom(variances, [len(task) for task in tasks])
     half_width = float(stats.t.ppf((1 + LEVEL) / 2, freedom)) * error
     p = 2 * float(stats.t.sf(abs(value) / error, freedom))
     return {"value": value, "low": value - half_width, "high": value + half_width, "p": p}
+
+
+def _degrees_of_freedom(variances: np.ndarray, seeds: Sequence[int]) -> Any:
+    """Welch's degrees of freedom of a sum of means with these variances, (tasks, ...), each over its ``seeds``."""
+    squares = sum(variance**2 / (count - 1) for variance, count in zip(variances, seeds))
+    return variances.sum(axis=0) ** 2 / squares
+
+
+def detectable(tasks: Sequence[np.ndarray], comparisons: int = 1) -> float | None:
+    """The smallest true difference, the same on each task, that :func:`mean_difference` finds with a chance of 80%.
+
+    It is found in simulated studies: Welch's degrees of freedom depend on the spreads that a study happens to see,
+    often on that of one task alone, so that no formula with fixed degrees of freedom has this chance.
+
+    Args:
+        tasks: for each task the paired differences of its seeds, (seeds,), at least two; their spreads are taken for
+            the true ones.
+        comparisons: the two-sided test's level is 0.05 / ``comparisons``, the smallest one of Holm's method.
+
+    Returns:
+        None where no task has a spread.
+    """
+    from scipy import stats
+
+    spreads = [task.std(ddof=1) for task in tasks]
+    if max(spreads) <= TIE:
+        return None
+    draw = np.random.default_rng(0)
+    means = []
+    variances = []
+    for task, spread in zip(tasks, spreads):
+        noise = draw.normal(0.0, spread, size=(STUDIES, len(task)))
+        means.append(noise.mean(axis=1))
+        variances.append(noise.var(axis=1, ddof=1) / len(task) / len(tasks) ** 2)
+    freedom = _degrees_of_freedom(np.array(variances), [len(task) for task in tasks])
+    critical = stats.t.isf((1 - LEVEL) / (2 * comparisons), freedom)
+    # A study finds every true difference above this one, at which its own t is the critical one.
+    least_found = critical * np.sqrt(np.sum(variances, axis=0)) - np.mean(means, axis=0)
+    return float(np.quantile(least_found, POWER))
 
 
 def probability_of_improvement(tasks: Sequence[tuple[np.ndarray, np.ndarray]]) -> dict[str, float]:

@@ -59,14 +59,15 @@ def joined(first: Results, more: Results) -> Results:
     Args:
         first: its baseline and threshold are taken; of what ``first`` and ``more`` have, its row stays, but that of a
             run which ``more`` alone has finished.
-        more: trained and evaluated in the same way, and counted with the same threshold where there is one.
+        more: trained and evaluated in the same way, and counted with the same threshold where there is one. Releases,
+            code and processors may differ; the runs of one seed are compared with each other.
 
     Returns:
-        With ``repeated``: the runs of ``more`` that ``first`` has too, each with its processor; and with
+        With ``warnings`` where runs of one seed differ in code or processor; with ``repeated``: the runs of ``more`` that ``first`` has too, each with its processor; and with
         ``further_commands``: those that started the parts after the first one.
 
     Raises:
-        ValueError: where the two were not trained or evaluated in the same way.
+        ValueError: where the two were not trained or evaluated in the same way, or an arm has other options.
     """
     baseline = first["baseline"]
     names = [row["strategy"] for row in more["summary"]]
@@ -76,12 +77,15 @@ def joined(first: Results, more: Results) -> Results:
     for name, value in _conditions(first).items():
         if value != conditions_more[name]:
             raise ValueError(f"parts with different {name} are not joined: {value} and {conditions_more[name]}")
+    _check_evaluations([*_evaluations(first), *_evaluations(more)])
+    _check_arms(first["strategies"], more["strategies"])
     strategies = _union(first["strategies"], more["strategies"], "id")
     finished_now = {run["id"] for run in more["runs"] if run["status"] == "done"}
     first_runs = [run for run in first["runs"] if run["status"] == "done" or run["id"] not in finished_now]
     runs = _union(first_runs, more["runs"], "id")
     run_ids = {run["id"] for run in first_runs}
     repeated = [{**run, "cpu": more["machine"].get("cpu")} for run in more["runs"] if run["id"] in run_ids]
+    warnings = [*first.get("warnings", ()), *more.get("warnings", ()), *results.unlike_conditions(runs)]
     processors = dict.fromkeys([*(first["machine"].get("cpu") or "").split("; "), more["machine"].get("cpu")])
     return {
         **first,
@@ -91,6 +95,7 @@ def joined(first: Results, more: Results) -> Results:
         "repeated": [*first.get("repeated", ()), *repeated],
         "further_commands": [*first.get("further_commands", ()), more["command"]],
         "diagnosis": _joined_diagnosis(first["diagnosis"], more["diagnosis"]) if first["diagnosis"] else None,
+        "warnings": list(dict.fromkeys(warnings)),
         "summary": results.summarise(
             runs,
             [strategy["id"] for strategy in strategies],
@@ -101,15 +106,53 @@ def joined(first: Results, more: Results) -> Results:
 
 
 def _conditions(results: Results) -> dict[str, Any]:
-    """What the runs of a comparison share, by name: what they are trained on and how, and how they are evaluated."""
-    untrained = results["untrained"] or {}
+    """What the runs of a comparison share in their training, by name."""
     return {
         "models": results["model"],
         "tasks": results["task"],
         "flags": shlex.join(results["openrlhf_args"]),
-        "numbers of responses": untrained.get("n"),
-        "sampling": untrained.get("sampling"),
     }
+
+
+def _evaluations(results: Results) -> list[Results]:
+    """The evaluations of a comparison: of the untrained model, and of each run."""
+    evaluations = [results["untrained"], *(run["evaluation"] for run in results["runs"])]
+    return [evaluation for evaluation in evaluations if evaluation]
+
+
+def _check_evaluations(evaluations: Sequence[Results]) -> None:
+    """Raises ``ValueError`` where they differ in what decides a score. One that does not record it is passed over."""
+
+    def check(what: str, values: Sequence[Any]) -> None:
+        recorded = [value for value in values if value is not None]
+        unlike = [value for value in recorded if value != recorded[0]]
+        if unlike:
+            raise ValueError(f"evaluations with different {what} are not joined: {recorded[0]} and {unlike[0]}")
+
+    check("numbers of responses", [evaluation.get("n") for evaluation in evaluations])
+    check("sampling", [evaluation.get("sampling") for evaluation in evaluations])
+    check("scorers", [evaluation.get("scorer") for evaluation in evaluations])
+    check("contents of the problem file", [evaluation.get("digest") for evaluation in evaluations])
+    check("problems", [_ids(evaluation) for evaluation in evaluations])
+
+
+def _ids(evaluation: Results) -> list[str] | None:
+    """The ids of an evaluation's problems."""
+    problems = evaluation.get("problems")
+    return None if problems is None else [problem["id"] for problem in problems]
+
+
+def _check_arms(first: Sequence[Results], more: Sequence[Results]) -> None:
+    """Raises ``ValueError`` where an arm of both parts was run with other options."""
+    options = {arm["id"]: arm["perturbation"] or {} for arm in first}
+    for arm in more:
+        perturbation = arm["perturbation"] or {}
+        # Options that only one of the parts has are of a later release, which adds them with defaults.
+        shared = options.get(arm["id"], {}).keys() & perturbation.keys()
+        unlike = {name: (options[arm["id"]][name], perturbation[name]) for name in shared}
+        for name, (one, other) in unlike.items():
+            if one != other:
+                raise ValueError(f"arms {arm['id']!r} with different {name} are not joined: {one} and {other}")
 
 
 def _joined_diagnosis(first: Results, more: Results | None) -> Results:

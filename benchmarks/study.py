@@ -118,10 +118,7 @@ def _counted(seeds: Sequence[int]) -> str:
 
 def _pooled_cell(contrast: Contrast, comparisons: int) -> str:
     """The pooled difference, and the smallest one that would be found."""
-    variances = [difference.var(ddof=1) for difference in contrast.differences]
-    spread = float(np.sqrt(np.mean(variances)))
-    fewest_seeds = min(len(difference) for difference in contrast.differences)
-    least = statistics.detectable_share(spread, fewest_seeds, comparisons, len(contrast.sides))
+    least = statistics.possible_share(pooled.detectable(contrast.differences, comparisons))
     return f"{statistics.in_words(contrast.pooled, '+.3f')}, {_detectable(least)}"
 
 

@@ -268,17 +268,17 @@ def holm(p_values: Sequence[float]) -> list[float]:
     return corrected.tolist()
 
 
-def detectable(spread: float, pairs: int, comparisons: int = 1, tasks: int = 1) -> float | None:
+def detectable(spread: float, pairs: int, comparisons: int = 1) -> float | None:
     """The smallest true difference that a two-sided paired t test finds with a chance of 80%; None without a spread.
 
-    ``spread`` is the standard deviation of the difference over ``pairs`` seeds. With several ``tasks``, each has that
-    many seeds and that spread. The test's level is 0.05 / ``comparisons``, the smallest one of Holm's method.
+    ``spread`` is the standard deviation of the difference over ``pairs`` seeds. The test's level is
+    0.05 / ``comparisons``, the smallest one of Holm's method.
     """
     if pairs < 2 or spread <= TIE:
         return None
     from scipy import optimize, stats
 
-    freedom = tasks * (pairs - 1)
+    freedom = pairs - 1
     critical = float(stats.t.isf((1 - LEVEL) / (2 * comparisons), freedom))
 
     def power_above_wanted(shift: float) -> float:
@@ -286,10 +286,14 @@ def detectable(spread: float, pairs: int, comparisons: int = 1, tasks: int = 1) 
         return float(stats.nct.sf(critical, freedom, shift)) - POWER
 
     shift: Any = optimize.brentq(power_above_wanted, 0.0, 3 * critical + 10)
-    return float(shift) * spread / math.sqrt(tasks * pairs)
+    return float(shift) * spread / math.sqrt(pairs)
 
 
-def detectable_share(spread: float, pairs: int, comparisons: int = 1, tasks: int = 1) -> float | None:
+def detectable_share(spread: float, pairs: int, comparisons: int = 1) -> float | None:
     """As :func:`detectable`, of two shares: None where the difference had to be above 1, which they cannot have."""
-    least = detectable(spread, pairs, comparisons, tasks)
+    return possible_share(detectable(spread, pairs, comparisons))
+
+
+def possible_share(least: float | None) -> float | None:
+    """A detectable difference of two shares: None where it had to be above 1, which they cannot have."""
     return None if least is None or least > 1.0 else least

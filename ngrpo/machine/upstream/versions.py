@@ -4,13 +4,17 @@
 Nothing here imports either of them.
 """
 
+import hashlib
 import os
 import platform
 import re
+from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
-from ngrpo import __version__
+import ngrpo
+import perturbations
 from perturbations.errors import UsageError
 
 OPENRLHF = "0.11.2"
@@ -23,6 +27,8 @@ VLLM = "0.26 to 0.31"
 VLLM_OF_ROLLOUTS = "0.26 to 0.33"
 VLLM_LAST = "0.29.0"
 """The release that make installs, and the image has."""
+CODE = "code of ngrpo"
+"""The key of :func:`recorded_versions` for the hash of this project's code."""
 _PACKAGES = ("openrlhf", "torch", "transformers", "ray", "deepspeed", "numpy")
 
 
@@ -88,12 +94,29 @@ def check_transformers() -> None:
 
 def versions(model_runner: str | None = None) -> dict[str, str | None]:
     """Versions of the computing software, for results; ``model_runner``: the one of vLLM's that drew the rollouts."""
-    releases = {"ngrpo": __version__, "vllm": installed_vllm()}
+    releases = {"ngrpo": ngrpo.__version__, "vllm": installed_vllm()}
     for name in _PACKAGES:
         releases[name] = installed(name)
     if model_runner:
         releases["model runner"] = model_runner
     return releases
+
+
+def recorded_versions(model_runner: str | None = None) -> dict[str, str | None]:
+    """As :func:`versions`, and a hash of this project's code: its version stays the same from commit to commit."""
+    return {**versions(model_runner), CODE: _code()}
+
+
+@lru_cache(maxsize=1)
+def _code() -> str:
+    """A hash of the Python files of ``ngrpo`` and ``perturbations``, as they are installed."""
+    digest = hashlib.sha256()
+    for package in (ngrpo, perturbations):
+        folder = Path(package.__path__[0])
+        for file in sorted(folder.rglob("*.py")):
+            digest.update(str(file.relative_to(folder.parent)).encode())
+            digest.update(file.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 def machine() -> dict[str, Any]:

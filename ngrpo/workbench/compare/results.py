@@ -13,7 +13,7 @@ from ngrpo.config.arms import Arm
 from ngrpo.config.kinds import of_a_run
 from ngrpo.machine.console import text_table
 from ngrpo.machine.storage.result_folder import write_text
-from ngrpo.machine.upstream.versions import machine, versions
+from ngrpo.machine.upstream.versions import CODE, machine, recorded_versions
 from ngrpo.workbench import statistics
 from ngrpo.workbench.compare.plan import Plan, Run
 from ngrpo.workbench.compare.runs import ComparisonFolder, status
@@ -48,7 +48,7 @@ def collect(plan: Plan, folder: ComparisonFolder, command: Sequence[str], create
         "task": plan.task,
         "hardware": next((summary["hardware"] for summary in summaries if summary), None),
         "machine": machine(),
-        "versions": versions(),
+        "versions": recorded_versions(),
         "openrlhf_args": list(plan.shared),
         "strategies": [_arm_row(arm) for arm in plan.arms],
         "runs": runs,
@@ -60,7 +60,7 @@ def collect(plan: Plan, folder: ComparisonFolder, command: Sequence[str], create
     for row in result["summary"]:
         warnings += unscored_warnings(row["strategy"], row["unscored"])
     warnings += unscored_warnings("before training", unscored(untrained or {}))
-    result["warnings"] = warnings
+    result["warnings"] = warnings + unlike_conditions(runs)
     # NaN and infinity have no place in JSON.
     return json.loads(json.dumps(result), parse_constant=lambda name: None)
 
@@ -123,6 +123,8 @@ def _run(plan: Plan, run: Run, folder: ComparisonFolder) -> dict[str, Any]:
         **{key: state.get(key) for key in ("status", "error", "log", "seconds", "peak_memory_bytes")},
         **{kind.name: summary.get(kind.name) for kind in of_a_run()},
         "sampling": summary.get("sampling"),
+        "code": dig(summary, "versions", CODE),
+        "cpu": dig(summary, "machine", "cpu"),
         "steps": summary.get("steps", []),
         "evaluations": evaluations(summary),
         "evaluation": folder.read(f"{path}/evaluation/evaluation.json") if is_done else None,
@@ -130,6 +132,23 @@ def _run(plan: Plan, run: Run, folder: ComparisonFolder) -> dict[str, Any]:
         "groups_left_out": len(groups) - len(shown_groups),
         "samples": summary.get("samples", []) if is_first_seed else [],
     }
+
+
+def unlike_conditions(runs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Warnings of seeds whose finished runs, one of each arm, differ in more than their arms."""
+    warnings = []
+    for key, what in (("code", "code of this project"), ("cpu", "processor")):
+        conditions: dict[int, set[str]] = {}
+        for run in runs:
+            if run["status"] == "done" and run.get(key):
+                conditions.setdefault(run["seed"], set()).add(run[key])
+        unlike = {seed: sorted(found) for seed, found in conditions.items() if len(found) > 1}
+        for seed, found in unlike.items():
+            warnings.append(
+                f"seed {seed}: its runs differ in the {what} ({', '.join(found)}), and not only in their arms. To run"
+                " them alike, give --out another folder."
+            )
+    return warnings
 
 
 def _named(diagnosis: dict[str, Any] | None, arms: Sequence[Arm]) -> dict[str, Any] | None:
@@ -189,7 +208,10 @@ def summarise(
         elif run["status"] == "failed":
             failed[run["strategy"]].append(run["seed"])
 
-    rows = [_row(arm, done_runs[arm], done_runs[baseline], baseline) for arm in arms]
+    rows = []
+    for arm in arms:
+        is_baseline = arm == baseline
+        rows.append(_row(arm, done_runs[arm], done_runs[baseline], is_baseline=is_baseline, failed_seeds=failed[arm]))
     differences = [row["difference"] for row in rows if row["difference"] is not None]
     statistics.correct([difference["mean_at_n"] for difference in differences if difference["mean_at_n"] is not None])
     for k in {k for difference in differences for k in difference["pass_at_k"]}:
@@ -197,19 +219,25 @@ def summarise(
 
     for row in rows:
         arm = row["strategy"]
-        row["failed"] = failed[arm]
         if arm == baseline:
             row["verdict"] = "the baseline"
         else:
             difference = row["difference"] and row["difference"]["mean_at_n"]
             shared_seeds = done_runs[arm].keys() & done_runs[baseline].keys()
             row["verdict"] = verdict(difference, f"Mean@{row['n']}", baseline, len(shared_seeds))
+            row["verdict"] += _left_out({arm: failed[arm], baseline: failed[baseline]})
         if threshold is not None:
             row["above"] = _above(done_runs[arm], threshold)
             row["verdict"] += f"; {row['above']['runs']} of {row['above']['of']} runs end above {threshold:g}"
     if threshold is not None:
         _compare_counts(rows, baseline)
     return rows
+
+
+def _left_out(failed_seeds: Mapping[str, Sequence[int]]) -> str:
+    """What a verdict leaves out, for its end: the failed runs of both arms, after which the luckier ones may remain."""
+    failed = [f"{len(seeds)} of {arm}" for arm, seeds in failed_seeds.items() if seeds]
+    return f"; failed runs are left out: {' and '.join(failed)}" if failed else ""
 
 
 def _above(runs: Runs, threshold: float) -> dict[str, Any]:
@@ -239,32 +267,34 @@ def _compare_counts(rows: Sequence[dict[str, Any]], baseline: str) -> None:
         row["verdict"] += f", of {baseline} {base['runs']} of {base['of']} (Fisher's exact p {p:.2g}{correction})"
 
 
-def _row(arm: str, mine: Runs, theirs: Runs, baseline: str) -> dict[str, Any]:
-    """An arm in ``summary`` of results.json; ``theirs`` are the baseline's runs."""
-    seeds = sorted(mine)
-    shared_seeds = sorted(mine.keys() & theirs.keys())
-    evaluations = [run["evaluation"] for run in mine.values() if run["evaluation"]]
+def _row(
+    arm: str, runs: Runs, baseline_runs: Runs, *, is_baseline: bool, failed_seeds: Sequence[int]
+) -> dict[str, Any]:
+    """An arm in ``summary`` of results.json, from its finished runs and the baseline's."""
+    seeds = sorted(runs)
+    shared_seeds = sorted(runs.keys() & baseline_runs.keys())
+    evaluations = [run["evaluation"] for run in runs.values() if run["evaluation"]]
     problems = evaluations[0]["problems"] if evaluations else None
     row = {
         "strategy": arm,
         "seeds": seeds,
-        "failed": [],
+        "failed": failed_seeds,
         "n": problems[0]["n"] if problems else None,
         "difference": None,
         "reward_first": None,
         "reward_last": None,
         "reward_change": None,
-        **_means([{**_rewards(mine[seed]), **_scores(mine[seed])} for seed in seeds]),
+        **_means([{**_rewards(runs[seed]), **_scores(runs[seed])} for seed in seeds]),
     }
-    if arm != baseline and shared_seeds:
-        row["difference"] = _differences(
-            [_scores(mine[seed]) for seed in shared_seeds], [_scores(theirs[seed]) for seed in shared_seeds]
-        )
-    row["cost"] = _cost(mine, theirs, shared_seeds)
-    unscored_by_run = [unscored(run["evaluation"] or {}) for run in mine.values()]
+    if not is_baseline and shared_seeds:
+        own_scores = [_scores(runs[seed]) for seed in shared_seeds]
+        baseline_scores = [_scores(baseline_runs[seed]) for seed in shared_seeds]
+        row["difference"] = _differences(own_scores, baseline_scores)
+    row["cost"] = _cost(runs, baseline_runs, shared_seeds)
+    unscored_by_run = [unscored(run["evaluation"] or {}) for run in runs.values()]
     row["unscored"] = {}
-    for key in unscored({}):
-        row["unscored"][key] = statistics.mean_of_known(shares[key] for shares in unscored_by_run)
+    for key in ("cut", "unreadable", "timed_out"):
+        row["unscored"][key] = statistics.mean_of_known(unscored_shares[key] for unscored_shares in unscored_by_run)
     return row
 
 
@@ -418,7 +448,8 @@ def table(results: Mapping[str, Any]) -> str:
     header += ["reward of own rollouts", "tokens/s", "s/step"]
     lines = [header]
     for row in results["summary"]:
-        cells = [row["strategy"], str(len(row["seeds"]))]
+        failed = f" ({len(row['failed'])} failed)" if row["failed"] else ""
+        cells = [row["strategy"], f"{len(row['seeds'])}{failed}"]
         cells += [statistics.in_words(dig(row, *metric.keys)) for metric in metrics]
         if metrics:
             cells.append(shares(row["unscored"]))

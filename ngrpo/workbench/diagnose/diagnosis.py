@@ -18,7 +18,7 @@ from ngrpo.machine.models import conversation, packaged
 from ngrpo.machine.storage.datafiles import contents
 from ngrpo.machine.storage.result_folder import SETTINGS, ResultFolder
 from ngrpo.machine.upstream.types import LLM, TokenizerLike
-from ngrpo.machine.upstream.versions import machine, versions
+from ngrpo.machine.upstream.versions import machine, recorded_versions
 from ngrpo.methods.scoring import Problem, digest
 from ngrpo.methods.tasks import check_problems
 from ngrpo.workbench.diagnose import embedding_map, group_sampling
@@ -126,7 +126,7 @@ def diagnose(
             "group": sampling.group,
             "prompts": len(problems),
             "sampling": {**sampling_settings, "dtype": dtype},
-            "versions": versions(", ".join(sorted(runners))),
+            "versions": recorded_versions(", ".join(sorted(runners))),
             "machine": machine(),
             "seconds": round(time.time() - began, 1),
             "baseline": baseline,

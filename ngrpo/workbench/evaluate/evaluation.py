@@ -16,7 +16,7 @@ from ngrpo.machine.models import packaged
 from ngrpo.machine.storage.datafiles import contents
 from ngrpo.machine.storage.result_folder import SETTINGS, ResultFolder
 from ngrpo.machine.upstream.types import LLM, TokenizerLike
-from ngrpo.machine.upstream.versions import machine, versions
+from ngrpo.machine.upstream.versions import machine, recorded_versions
 from ngrpo.methods.scoring import TIMED_OUT, Problem, digest
 from ngrpo.methods.scoring.problems import with_readable_answer
 from ngrpo.methods.scoring.reward_alarms import alarm_notes
@@ -358,7 +358,8 @@ def summarise(
         "format": 1,
         **{key: settings[key] for key in engines.DESCRIBED if key in settings},
         **{key: settings[key] for key in ("model", "dataset", "scorer", "n", "sampling", "perturbation")},
-        "versions": versions(runner),
+        "digest": settings.get("digest"),  # which evaluations of earlier releases lack
+        "versions": recorded_versions(runner),
         "machine": machine(),
         "seconds": round(seconds, 1),
         "mean_at_n": _mean(mean_at_n(n, c) for c in counts),

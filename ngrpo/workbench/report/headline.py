@@ -46,7 +46,8 @@ def comparison(results: Mapping[str, Any], series: Mapping[str, Series]) -> dict
     summary = by_arm(results)
     baseline = str(results.get("baseline"))
     metrics = evaluated(results, summary)
-    metric = metrics[0] if metrics else Metric("Mean@n", ("mean_at_n",))
+    deciding = metrics[0] if metrics else None
+    metric = deciding or Metric("Mean@n", ("mean_at_n",))
     return {
         "title": _title(results),
         "facts": {
@@ -62,7 +63,7 @@ def comparison(results: Mapping[str, Any], series: Mapping[str, Series]) -> dict
         "pending": states["pending"],
         "warnings": results.get("warnings"),
         "one_seed": len(seeds) == 1,
-        "sentence": sentence(summary, baseline, metrics),
+        "sentence": sentence(summary, baseline, deciding),
         "forest": forest(series, summary, baseline, metric) if baseline in summary else [],
         "measure": metric.heading,
         "baseline": baseline,
@@ -134,8 +135,8 @@ def diagnosis(diagnosis: Mapping[str, Any], series: Mapping[str, Series]) -> dic
     prompts = number(diagnosis.get("prompts"))
     group = number(diagnosis.get("group"))
     sampled = None if prompts is None or group is None else f"{prompts:,.0f} problems × {group:.0f} responses"
-    named = [row for row in arms if row.get("name") == diagnosis.get("baseline")]
-    baseline = [*named, *arms, {}][0]
+    # Without an unperturbed arm, the others are compared with the first one.
+    baseline = next((row for row in arms if row.get("name") == diagnosis.get("baseline")), arms[0] if arms else {})
     listed = by_series(diagnosis, series)
     verdicts = []
     for arm_series, row in listed:
@@ -274,47 +275,43 @@ class _Outcome(NamedTuple):
         return outcome
 
 
-def sentence(summary: Summary, baseline: str, metrics: Sequence[Metric]) -> str | None:
+def sentence(summary: Summary, baseline: str, metric: Metric | None) -> str | None:
     """The arms that are better or worse than the baseline beyond noise; None where nothing was compared.
 
-    The first of ``metrics`` decides; a later one adds arms that are not named yet.
+    One measure decides. If others added their findings, each corrected for its own comparisons alone, the sentence
+    would call an equal arm different more often than once in twenty comparisons.
     """
     arms = [arm for arm in summary if arm != baseline]
-    if not arms or not metrics or baseline not in summary:
+    if not arms or metric is None or baseline not in summary:
         return None
-    first_metric, *further_metrics = metrics
-    against = f"“{baseline}” in {first_metric.heading}"
-    changes = [dig(summary[arm], "difference", *first_metric.keys) for arm in arms]
+    against = f"“{baseline}” in {metric.heading}"
+    changes = [dig(summary[arm], "difference", *metric.keys) for arm in arms]
     tested = [change for change in changes if values.noise(change)]
     if not tested:
         return f"Nothing could be compared with {against}: no evaluation has finished for both."
     if all(change.get("over") == "problems" for change in tested):
         return f"One seed each: no arm can be called better or worse than {against}."
 
-    first = _Outcome.of(summary, arms, first_metric)
-    if first.better:
-        text = f"Better than {against} beyond noise: {', '.join(first.better)}"
+    outcome = _Outcome.of(summary, arms, metric)
+    if outcome.better:
+        text = f"Better than {against} beyond noise: {', '.join(outcome.better)}"
     elif len(arms) == 1:
         text = f"{arms[0]} is not better than {against} beyond noise"
     else:
         text = f"None of {len(arms)} arms is better than {against} beyond noise"
-    if first.worse:
-        text += f"; worse: {', '.join(first.worse)}"
-    for metric in further_metrics:
-        outcome = _Outcome.of(summary, arms, metric)
-        newly_better = [arm for arm in outcome.better if arm not in first.better]
-        newly_worse = [arm for arm in outcome.worse if arm not in first.worse]
-        if newly_better:
-            text += f"; better in {metric.heading}: {', '.join(newly_better)}"
-        if newly_worse:
-            text += f"; worse in {metric.heading}: {', '.join(newly_worse)}"
+    if outcome.worse:
+        text += f"; worse: {', '.join(outcome.worse)}"
     missing = len(arms) - len(tested)
     text += f" ({values.plural(missing, 'arm')} could not be compared)." if missing else "."
-    all_changes = [dig(summary[arm], "difference", *metric.keys) for metric in metrics for arm in arms]
-    beyond_noise = [change for change in all_changes if values.noise(change) == "beyond noise"]
+    beyond_noise = [change for change in changes if values.noise(change) == "beyond noise"]
     fewest = min((change.get("seeds") or ENOUGH_SEEDS for change in beyond_noise), default=ENOUGH_SEEDS)
     if fewest < ENOUGH_SEEDS:
         text += f" Of {values.plural(fewest, 'seed')}: too few to tell a method from luck."
+    found = [*outcome.better, *outcome.worse]
+    failed = {arm: len(summary[arm].get("failed") or ()) for arm in (*found, baseline)}
+    left_out = [f"{count} of {arm}" for arm, count in failed.items() if count]
+    if found and left_out:
+        text += f" Failed runs are left out: {' and '.join(left_out)}."
     return text
 
 

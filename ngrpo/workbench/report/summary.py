@@ -16,7 +16,7 @@ from ngrpo.machine.console import text_table
 from ngrpo.machine.storage.datafiles import Series, event_files, read_scalars, read_texts
 from ngrpo.machine.storage.result_folder import ResultFolder, read_json, write_json
 from ngrpo.machine.upstream.openrlhf_flags import Flags
-from ngrpo.machine.upstream.versions import machine, versions
+from ngrpo.machine.upstream.versions import machine, recorded_versions
 from ngrpo.trainers.openrlhf import kept_groups
 from ngrpo.workbench.report.values import first_and_last
 from perturbations import registry
@@ -138,7 +138,7 @@ def finish(folder: Path, run: RunConfig, *, began: float, ended: float | None = 
         "seed": int(flags.or_default("--train.seed")),
         "hardware": run.hardware,
         "machine": machine(),
-        "versions": versions(),
+        "versions": recorded_versions(),
         "places": {
             "checkpoint": flags.value("--ckpt.output_dir"),
             "tensorboard": str(log),

@@ -287,16 +287,6 @@ def test_four_of_five_studies_find_the_detectable_difference(pairs: int, compari
     assert (t > critical_t).mean() == pytest.approx(0.8, abs=0.01)
 
 
-def test_a_second_task_adds_pairs_and_degrees_of_freedom() -> None:
-    """Two tasks with 2 seeds each: 4 differences, 2 degrees of freedom, which 3 seeds of one task have; so its value
-    for 3 pairs, times sqrt(3 / 4)."""
-    two_tasks = statistics.detectable(0.05, 2, 1, 2)
-    one_task = statistics.detectable(0.05, 3)
-    assert two_tasks is not None
-    assert one_task is not None
-    assert two_tasks == pytest.approx(one_task * math.sqrt(3 / 4))
-
-
 def test_one_pair_detects_nothing() -> None:
     assert statistics.detectable(0.05, 1) is None
 

@@ -159,6 +159,29 @@ def test_failed_and_pending_runs_are_listed(compared: Compared) -> None:
     assert statuses == [*first_seed, *other_seed, *other_seed]
 
 
+def test_failed_runs_stand_beside_the_verdict(compared: Compared) -> None:
+    """The seed of a failed run has no pair, so a verdict is of the seeds that are left."""
+    last_of_neighbor = compared.plan.runs()[7]
+    record = compared.folder.read(f"runs/{last_of_neighbor.id}/run.json")
+    write_json(compared.folder.run_folder(last_of_neighbor) / "run.json", {**record, "status": "failed"})
+
+    collected = results.collect(compared.plan, compared.folder, [], "")
+
+    verdict = collected["summary"][1]["verdict"]
+    assert "over 2 seeds" in verdict
+    assert verdict.endswith("; failed runs are left out: 1 of neighbor")
+    assert "2 (1 failed)" in results.table(collected)
+
+
+def test_runs_of_one_seed_that_differ_in_code_are_named(compared: Compared) -> None:
+    for run in compared.plan.runs()[:2]:
+        path = f"runs/{run.id}/summary.json"
+        summary = compared.folder.read(path)
+        compared.folder.write(path, {**summary, "versions": {"code of ngrpo": run.arm.id}})
+    (warning,) = results.collect(compared.plan, compared.folder, [], "")["warnings"][-1:]
+    assert warning.startswith("seed 0: its runs differ in the code of this project (neighbor, none)")
+
+
 def test_evaluations_while_training_are_kept(compared: Compared) -> None:
     done, _, failed = compared.results["runs"][:3]
     assert done["evaluations"] == [

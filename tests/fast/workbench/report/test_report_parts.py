@@ -121,7 +121,6 @@ def test_texts_and_tokens_without_control_characters() -> None:
 
 
 MEAN = headline.Metric("Mean@8", ("mean_at_n",))
-PASS = headline.Metric("Pass@8", ("pass_at_k", "8"))
 
 
 def change(value: float, *, noise: bool, least: float = 0.1) -> dict[str, Any]:
@@ -190,28 +189,24 @@ ONE_SEED = {**BETTER, "seeds": 1, "over": "problems"}
     ],
 )
 def test_the_sentence(differences: dict[str, Any], sentence: str | None) -> None:
-    assert headline.sentence(summary(**differences), "none", [MEAN]) == sentence
+    assert headline.sentence(summary(**differences), "none", MEAN) == sentence
 
 
-def test_a_second_measure_names_the_arms_that_the_first_does_not() -> None:
-    rows = summary(a=change(0.2, noise=False), b=change(0.0, noise=True))
-    rows["a"]["difference"]["pass_at_k"] = {"8": change(0.3, noise=False)}
-    rows["b"]["difference"]["pass_at_k"] = {"8": change(-0.3, noise=False)}
-    sentence = headline.sentence(rows, "none", [MEAN, PASS])
-    assert sentence == "Better than “none” in Mean@8 beyond noise: a; worse in Pass@8: b."
-
-
-def test_few_seeds_are_said_of_a_second_measure_too() -> None:
-    rows = summary(a=WITHIN)
-    rows["a"]["difference"]["pass_at_k"] = {"8": TWO_SEEDS}
-    sentence = headline.sentence(rows, "none", [MEAN, PASS])
-    assert sentence.endswith("better in Pass@8: a. Of 2 seeds: too few to tell a method from luck.")
+def test_failed_runs_that_a_finding_leaves_out_are_said() -> None:
+    rows = summary(a=BETTER, b=WITHIN)
+    rows["none"]["failed"] = []
+    rows["a"]["failed"] = [3, 4]
+    rows["b"]["failed"] = [0]
+    sentence = headline.sentence(rows, "none", MEAN)
+    assert sentence == "Better than “none” in Mean@8 beyond noise: a. Failed runs are left out: 2 of a."
+    rows["a"]["difference"] = rows["b"]["difference"]
+    assert "Failed" not in headline.sentence(rows, "none", MEAN), "there is no finding that it could qualify"
 
 
 def test_without_a_measure_or_the_baseline_there_is_no_sentence() -> None:
     rows = summary(a=change(0.2, noise=False))
-    assert headline.sentence(rows, "none", []) is None
-    assert headline.sentence(rows, "another", [MEAN]) is None
+    assert headline.sentence(rows, "none", None) is None
+    assert headline.sentence(rows, "another", MEAN) is None
 
 
 def test_the_picture_by_hand() -> None:
