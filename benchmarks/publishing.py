@@ -63,8 +63,9 @@ def joined(first: Results, more: Results) -> Results:
             code and processors may differ; the runs of one seed are compared with each other.
 
     Returns:
-        With ``warnings`` where runs of one seed differ in code or processor; with ``repeated``: the runs of ``more`` that ``first`` has too, each with its processor; and with
-        ``further_commands``: those that started the parts after the first one.
+        With ``warnings`` where runs of one seed differ in code or processor; with ``repeated``: the runs of ``more``
+        that ``first`` has too, each with its processor; and with ``further_commands``: those that started the parts
+        after the first one.
 
     Raises:
         ValueError: where the two were not trained or evaluated in the same way, or an arm has other options.

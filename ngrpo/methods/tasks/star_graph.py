@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Paths in a star, never found by chance: ``--task star_graph``, the negative control, for the sandbox."""
+"""Paths in a star, never found by chance, so without rewards: ``--task star_graph``, for the sandbox."""
 
 import random
 import re
