@@ -91,7 +91,7 @@ def _tokens_left(step_scores: Any, prompt_tokens: int) -> SamplingMaskStore:
     store = SamplingMaskStore(step_scores[0].shape[-1], COPIES)
     for step, scores in enumerate(step_scores):
         support = SamplingSupport(scores, lambda tensor: tensor)
-        support.ask()
+        support.send_ids()
         store.write(range(COPIES), [prompt_tokens + step] * COPIES, *support.read(None))
     return store
 

@@ -18,6 +18,7 @@ class RunnerUp(Perturbation):
     """Feeds (1 - share) · E[sampled] + share · E[most likely other token]; the text keeps the sampled token."""
 
     paper = "an example"
+    samples_text = True  # the text keeps step.sampled
 
     rate: float = option(0.1, "probability that a position is perturbed (the gate)", low=0.0, high=1.0)
     share: float = option(0.2, "weight of the other token", low=0.0, high=1.0)

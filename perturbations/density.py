@@ -55,7 +55,7 @@ def gumbel(
     noise = torch.where((noise > low) & (noise < high), noise, noise.detach().clamp(low, high))
     if unclamped is not None:
         noise = torch.where((unclamped > low) & (unclamped < high), noise, unclamped.clamp(low, high))
-    return _mean(-noise - torch.exp(-noise), kept & (log_p > GUMBEL_MASK))
+    return mean_of_used(-noise - torch.exp(-noise), kept & (log_p > GUMBEL_MASK))
 
 
 def dirichlet(log_draws: PerCandidate, probabilities: PerCandidate, alpha: float, kept: Which) -> PerPosition:
@@ -63,14 +63,14 @@ def dirichlet(log_draws: PerCandidate, probabilities: PerCandidate, alpha: float
     used = kept & (probabilities > DIRICHLET_MASK)
     shape = torch.where(used, alpha * probabilities, 1.0)
     terms = (shape - 1.0) * log_draws - log_draws.exp() - torch.lgamma(shape)
-    return _mean(terms.clamp(*DIRICHLET_RANGE), used)
+    return mean_of_used(terms.clamp(*DIRICHLET_RANGE), used)
 
 
 def normal(draws: PerCandidate, probabilities: PerCandidate, kept: Which) -> PerPosition:
     """log N(y_i; p_i, 0.05²) of draws y, clamped to p_i ± 0.15; mean over p_i > 0.05."""
     distance = (draws - probabilities).clamp(-NORMAL_REACH, NORMAL_REACH) / NORMAL_SIGMA
     terms = -0.5 * distance.square() - math.log(NORMAL_SIGMA * math.sqrt(2.0 * math.pi))
-    return _mean(terms, kept & (probabilities > NORMAL_MASK))
+    return mean_of_used(terms, kept & (probabilities > NORMAL_MASK))
 
 
 def censored_gumbel(noise: PerCandidate, below: Which, above: Which, counted: Which) -> PerPosition:
@@ -117,7 +117,7 @@ def dirichlet_weights(weights: PerCandidate, probabilities: PerCandidate, alpha:
     return torch.where(kept, terms, 0.0).sum(dim=-1)
 
 
-def _mean(terms: Tensor, used: Tensor) -> Tensor:
+def mean_of_used(terms: Tensor, used: Tensor) -> Tensor:
     """The mean of each row's used terms, (N, K) to (N,); 0 where none is used."""
     return torch.where(used, terms, 0.0).sum(dim=-1) / used.sum(dim=-1).clamp_min(1)
 

@@ -117,7 +117,7 @@ class ModelEmbeddings:
         return self._indices[key]
 
     def refresh(self) -> None:
-        """The weights have changed; several calls without a query in between count as one weight sync."""
+        """Marks all caches as outdated, after new weights; several calls without a query in between are one sync."""
         self._outdated.update(self._indices)
         self._rms = None
 

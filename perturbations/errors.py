@@ -1,11 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`UsageError`, which a command line reports without a traceback, and two helpers for messages."""
+"""`UsageError`, which a command line reports without a traceback, and parts of its messages."""
 
 import difflib
 from collections.abc import Iterable
 from typing import TypeVar
 
 _Value = TypeVar("_Value")
+
+SCALARS = (
+    "an option is a number, a text, true or false, or None, as a command line gives it. Write a list as a text, such as"
+    " '1,2', and split it where you use it."
+)
+"""What an option may be, for messages about another default."""
 
 
 class UsageError(ValueError):

@@ -3,6 +3,7 @@
 
 import dataclasses
 import functools
+import inspect
 import json
 import math
 import types
@@ -11,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, SupportsFloat
 
-from perturbations.errors import UsageError, nearest
+from perturbations.errors import SCALARS, UsageError, nearest
 
 if TYPE_CHECKING:
     from perturbations.registry import Registry
@@ -39,12 +40,18 @@ def option(
         registry: of a value with options of its own, given by name, as a mapping with a name, or ready made.
     """
     if registry is None and not isinstance(default, (int, float, str, type(None))):
+        raise UsageError(f"option({default!r}, {help!r}): {SCALARS}")
+    if choices is not None and not _are_texts(choices):
         raise UsageError(
-            f"option({default!r}, {help!r}): an option is a number, a text, true or false, or None, as a command line"
-            " gives it. Write a list as a text, such as '1,2', and split it where you use it."
+            f"option({default!r}, {help!r}): choices={choices!r} must be a tuple or list of texts, such as ('a', 'b')."
+            " Annotate the option as str; numbers have low= and high=."
         )
     metadata = {"help": help, "low": low, "high": high, "above": above, "choices": choices, "registry": registry}
     return dataclasses.field(default=default, metadata=metadata)
+
+
+def _are_texts(choices: object) -> bool:
+    return isinstance(choices, (tuple, list)) and all(isinstance(choice, str) for choice in choices)
 
 
 @dataclass(frozen=True)
@@ -84,6 +91,7 @@ class Options:
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
+            check_redeclared(type(self), field, self.kind)
             value = coerce(type(self), field, getattr(self, field.name), self.kind)
             object.__setattr__(self, field.name, value)  # the dataclass is frozen
 
@@ -150,17 +158,56 @@ class Options:
 _hints = functools.cache(typing.get_type_hints)  # evaluates annotations that are strings, once for each class
 
 
-def kinds(owner: type, name: str) -> tuple[type, ...]:
-    """The plain types that a field accepts, ``type(None)`` included where it is optional."""
+def _hint(owner: type, name: str) -> Any:
     try:
-        hint = _hints(owner)[name]
+        return _hints(owner)[name]
     except NameError as error:
         raise UsageError(
             f"{owner.__qualname__}: an option's annotation is not defined: {error}. Import it, or correct it."
         ) from error
+
+
+def annotation(owner: type, name: str) -> str:
+    """The annotation of a field in words: ``int``, ``str | None``."""
+    return inspect.formatannotation(_hint(owner, name))
+
+
+def kinds(owner: type, name: str) -> tuple[type, ...]:
+    """The plain types that a field accepts, ``type(None)`` included where it is optional."""
+    hint = _hint(owner, name)
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
         return typing.get_args(hint)
     return (hint,)
+
+
+def scalar_kind(owner: type, name: str) -> type | None:
+    """The one type of a field's values other than None; None where the annotation is not one that options can have."""
+    plain_kinds = [kind for kind in kinds(owner, name) if kind is not type(None)]
+    if len(plain_kinds) == 1 and plain_kinds[0] in _KINDS_IN_WORDS:
+        return plain_kinds[0]
+    return None
+
+
+def check_redeclared(owner: type, field: dataclasses.Field, what: str) -> None:
+    """Raises ``UsageError`` where a field has another type than in a base class, whose code reads it as before.
+
+    ``what``: the word for the owner in messages.
+    """
+    for base in owner.__mro__[1:]:
+        inherited = getattr(base, "__dataclass_fields__", {}).get(field.name)
+        if inherited is None:
+            continue
+        has_same_registry = field.metadata.get("registry") is inherited.metadata.get("registry")
+        if set(kinds(owner, field.name)) == set(kinds(base, field.name)) and has_same_registry:
+            continue
+        declared_as = annotation(base, field.name)
+        if not has_same_registry:
+            declared_as += " with its registry="
+        raise UsageError(
+            f"{what} option {field.name!r}: {owner.__qualname__} redeclares it as {annotation(owner, field.name)}."
+            f" Redeclare {field.name!r} as {declared_as}; only default, help and narrower limits may change."
+            " Or give your option another name."
+        )
 
 
 def allowed(field: dataclasses.Field) -> str:
@@ -194,24 +241,25 @@ def coerce(
     registry = field.metadata.get("registry")
     if registry is not None:
         return _object_of(registry, field, value, label)
-    accepted_kinds = kinds(owner, field.name)
-    is_optional = type(None) in accepted_kinds
+    kind = scalar_kind(owner, field.name)
+    if kind is None:
+        raise UsageError(
+            f"{label}: its annotation is {annotation(owner, field.name)}; must be int, float, bool or str, or one of"
+            " these with `| None`."
+        )
+    is_optional = type(None) in kinds(owner, field.name)
     if is_optional and isinstance(value, str) and value.lower() == "none":
         value = None
     if value is None:
         if is_optional:
             return None
         raise UsageError(f"{label}: a value is needed; leave the option out for its default, {field.default!r}.")
-    kind = next(kind for kind in accepted_kinds if kind is not type(None))
-    if kind not in _KINDS_IN_WORDS:
-        raise UsageError(
-            f"{label}: its annotation is {kind}; must be int, float, bool or str, or one of these with `| None`."
-        )
     converted = _convert(kind, value)
     if converted is None:
         kind_in_words = _KINDS_IN_WORDS[kind]
         limits_in_words = f" ({allowed(field)})" if allowed(field) else ""
-        raise UsageError(f"{label}: {kind_in_words} is needed{limits_in_words}, for example {field.default!r}.")
+        example = "" if _convert(kind, field.default) is None else f", for example {field.default!r}"
+        raise UsageError(f"{label}: {kind_in_words} is needed{limits_in_words}{example}.")
     limits = Limits.of(field)
     if limits.choices and converted not in limits.choices:
         raise UsageError(f"{label}: must be {allowed(field)}.{nearest(str(converted), limits.choices)}")

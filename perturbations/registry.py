@@ -7,7 +7,9 @@ import importlib
 import os
 import pkgutil
 import re
+import warnings
 from collections.abc import Callable, Iterable, Mapping
+from functools import cached_property
 from importlib.metadata import EntryPoint, entry_points
 from inspect import get_annotations, isroutine
 from pathlib import Path
@@ -87,8 +89,25 @@ class Registry:
         return dict(sorted(module_of_name.items()))
 
     def installed(self) -> dict[str, EntryPoint]:
-        """Names from installed packages, and their entry points."""
-        return {point.name: point for point in entry_points(group=self.group)}
+        """Names from installed packages, and their entry points, without those that are :attr:`hidden`."""
+        in_tree = self.in_tree()
+        return {point.name: point for point in entry_points(group=self.group) if point.name not in in_tree}
+
+    @cached_property  # `create` looks here each time, and reading the entry points takes 20 ms
+    def hidden(self) -> dict[str, EntryPoint]:
+        """Entry points of installed packages whose names the tree has too: a name is the tree's method."""
+        in_tree = self.in_tree()
+        return {point.name: point for point in entry_points(group=self.group) if point.name in in_tree}
+
+    def hidden_note(self, name: str) -> str:
+        """A warning where a name hides the method of an installed package, else the empty string."""
+        if name not in self.hidden:
+            return ""
+        target = self.hidden[name].value
+        return (
+            f"{self.kind} {name!r} is the in-tree method, which hides {target} of an installed package. Write {target}"
+            " for the package's."
+        )
 
     def available(self) -> dict[str, str]:
         """All names and the module, file or entry point of each."""
@@ -139,6 +158,9 @@ class Registry:
         ``name``: as in :meth:`get`. ``gate.margin`` is an option of the option ``gate``, ``source`` the text of a file.
         """
         source = options.pop("source", None)
+        hidden_note = self.hidden_note(name)
+        if hidden_note:
+            warnings.warn(hidden_note, stacklevel=2)
         cls = self.get(name, None if source is None else str(source))
         for field in dataclasses.fields(cls):
             self._make_nested(field, options)
@@ -253,11 +275,18 @@ class Registry:
             return _named(cls, self.address(cls))
         if not of_kind:
             classes = []
+            other_kinds = []
             for class_name, value in defined.items():
-                kind = f" ({value.registry.kind})" if hasattr(value, "registry") else ""
-                classes.append(f"{class_name}{kind}")
+                if hasattr(value, "registry"):
+                    other_kinds.append(value.registry.kind)
+                    class_name = f"{class_name} ({value.registry.kind})"
+                classes.append(class_name)
             contents = f"It defines {', '.join(classes)}." if classes else "It defines no class."
-            raise UsageError(f"{label}: {file} holds no {self.kind}. {contents} Derive one from {self._base_name}.")
+            fix = f"Derive one from {self._base_name}."
+            if other_kinds:
+                kind_word = other_kinds[0].replace(" ", "_")
+                fix = f"Check it with: ngrpo check {kind_word} {path}; or derive a {self.kind} from {self._base_name}."
+            raise UsageError(f"{label}: {file} holds no {self.kind}. {contents} {fix}")
         raise UsageError(
             f"{label}: {file} has no {self.kind} {attribute!r}.{nearest(attribute, of_kind)}"
             f" It holds: {', '.join(of_kind)}."

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from perturbations import row_blocks, streams
 from perturbations.embeddings import ModelEmbeddings
+from perturbations.errors import UsageError
 from perturbations.row_blocks import BLOCK, Summary
 
 
@@ -49,7 +50,16 @@ class Step:
     stream: ClassVar[streams.Stream] = streams.Stream.WEIGHTS  # the random stream that the methods below draw from
 
     def top(self, k: int) -> tuple[Tensor, Tensor]:
-        """The k largest logits and their tokens, largest first: values (B, k) float32 and ids (B, k) int64."""
+        """The k largest logits and their tokens, largest first: values (B, k) float32 and ids (B, k) int64.
+
+        ``UsageError`` where k exceeds the vocabulary: `Perturbation.check_model` can refuse such a model at the start.
+        """
+        vocabulary = self.logits.shape[-1]
+        if k > vocabulary:
+            raise UsageError(
+                f"step.top({k}) of {vocabulary} tokens: k must be at most the vocabulary. Refuse a smaller one in"
+                " check_model(self, vocabulary), or take min(k, step.logits.shape[-1])."
+            )
         maxima = None if self.summary is None else self.summary.maxima
         return row_blocks.largest(self.logits, k, maxima)
 

@@ -22,7 +22,7 @@ from importlib.metadata import packages_distributions
 from pathlib import Path
 from types import ModuleType
 
-from perturbations.errors import UsageError, nearest
+from perturbations.errors import SCALARS, UsageError, nearest
 
 # The longest packed text. A spec may be one argument of a command (`--additional-config`), and Linux allows 128 KiB.
 _LONGEST = 48 * 1024
@@ -109,12 +109,30 @@ def _why_missing(file: Path) -> str:
 
 def fault(error: BaseException) -> str | None:
     """An error that arose in a user's file or below it, with the file's line; None for one that did not."""
+    innermost = _innermost(error)
+    if innermost is None:
+        return None
+    path, filename, _ = innermost
+    return _in_words(error, path, filename)
+
+
+def line(error: BaseException) -> str:
+    """Where an error arose in a user's file or below it, `` (line 24 of mine.py)``; empty for one that did not."""
+    innermost = _innermost(error)
+    if innermost is None:
+        return ""
+    _, filename, number = innermost
+    return f" (line {number} of {filename})"
+
+
+def _innermost(error: BaseException) -> tuple[str, str, int] | None:
+    """The innermost line of a user's file in an error's traceback: path, the file's name and the line's number."""
     source_of_path = {getattr(sys.modules.get(name), "__file__", None): source for name, source in _loaded.items()}
     innermost_first = reversed(list(traceback.walk_tb(error.__traceback__)))
-    for frame, _ in innermost_first:
+    for frame, number in innermost_first:
         path = frame.f_code.co_filename
         if path in source_of_path:
-            return _in_words(error, path, source_of_path[path].filename)
+            return path, source_of_path[path].filename, number
     return None
 
 
@@ -171,7 +189,9 @@ def _in_words(error: BaseException, where: str, filename: str) -> str:
         place = f"line {innermost.lineno} of {filename}"
         if innermost.line:
             quoted_line = f"\n    {innermost.line}"
-    failure = f"{place} fails with {type(error).__name__}: {error}{quoted_line}"
+    # `dataclass` advises a default_factory for a list, but a command line cannot give an option that is a list.
+    reason = str(error).replace("use default_factory", SCALARS)
+    failure = f"{place} fails with {type(error).__name__}: {reason}{quoted_line}"
     if isinstance(error, ImportError):
         return (
             f"{failure}\nThe module that it imports must be installed in this Python, and on every node of a cluster."

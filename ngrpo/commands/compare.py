@@ -35,8 +35,9 @@ Finished runs are kept: the same command continues where it stopped.
                             not repeat a run then
 
 evaluation of each trained model (perturbation off)
-  --eval.data SRC           problems [the task's held-out ones; --eval.data none
-                            for no evaluation]
+  --eval.data SRC           problems [the task's held-out ones, or those of
+                            --eval.dataset, read and scored as in training;
+                            --eval.data none for no evaluation]
   --eval.n N                samples per problem [8]
   --eval.OPTION VALUE       any other option of ngrpo eval, e.g. --eval.k 1,4,8
                             --eval.temperature 0.6
@@ -86,7 +87,8 @@ from perturbations.errors import UsageError
 def run(argv: list[str], *, report: Report) -> int:
     """Compares."""
     plan, out = read_plan(argv)
-    for note in dict.fromkeys(f"{arm.id}: {note}" for arm in plan.arms for note in arm.notes):
+    arm_notes = dict.fromkeys(f"{arm.id}: {note}" for arm in plan.arms for note in arm.notes)
+    for note in (*plan.notes, *arm_notes):
         report(f"warning: {note}")
     shape = Flags(argv).value(parse.DRY_RUN)
     failed = check(plan, out, report, shape)

@@ -17,6 +17,7 @@ from ngrpo.config.kinds import KINDS, Kind
 from ngrpo.machine.colors import state_column
 from ngrpo.machine.console import Report, docstring, hanging, help_entry
 from ngrpo.machine.storage.result_folder import writing
+from perturbations import user_files
 from perturbations.errors import UsageError, nearest
 
 
@@ -77,6 +78,8 @@ def run_check(argv: Sequence[str], *, report: Report) -> int:
     if len(words) > 1 and words[0] in KINDS:
         kind = KINDS[words.pop(0)]
     name, *arguments = words
+    if arguments and user_files.split(name) is None and user_files.split(arguments[0]) is not None:
+        raise UsageError(f"ngrpo check: unknown kind {name!r}.{nearest(name, KINDS)} Kinds: {', '.join(KINDS)}.")
     options = {}
     for word in arguments:
         option, equals, value = word.partition("=")
@@ -86,6 +89,9 @@ def run_check(argv: Sequence[str], *, report: Report) -> int:
         options[option] = value
     from perturbations.testing import NotRun
 
+    hidden_note = kind.registry.hidden_note(name)
+    if hidden_note:
+        report(f"warning: {hidden_note}")
     failed_checks = 0
     printed_problems = set()
     for title, error in kind.inspect(name, **options):

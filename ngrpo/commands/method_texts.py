@@ -63,6 +63,10 @@ def listing(width: int | None = None) -> str:
                     description=_first_line(cls),
                 )
             )
+        for name, point in kind_registry.hidden.items():
+            source = _source(kind_registry, name, point.value)
+            description = f"hidden by the in-tree method; use {point.value}"
+            rows.append(_ListRow(name=name, source=source, paper="hidden", description=description))
     lines = text_table(rows, left=5)
     if width is not None and max(map(len, lines)) > width:
         wrap = textwrap.TextWrapper(width, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False)

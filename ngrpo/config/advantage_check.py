@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``ngrpo check advantage``: does an advantage keep the contract of `ngrpo.methods.advantages.Advantage`?"""
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -16,8 +17,10 @@ from perturbations.errors import UsageError
 from perturbations.testing import Check, PerturbationError, outcomes
 from perturbations.testing.report import CLOSE, answered, check_answers, check_tensor, expect
 
+_log = logging.getLogger(__name__)
 _GROUP_SIZES = (8, 16, 32, 64, 128, 256)
 _FRACTIONS = "rewards between 0 and 1"
+_RIGHT_AND_WRONG = "right and wrong responses"
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,7 @@ def _checks(advantage: Advantage) -> Iterator[Check]:
     rewards = torch.rand(7, _group_size(advantage), generator=generator)
     further = _further(advantage, rewards, generator)
     rewards_by_label = {
-        "right and wrong responses": (rewards > 0.5).float(),
+        _RIGHT_AND_WRONG: (rewards > 0.5).float(),
         "groups all right or all wrong": (torch.arange(7).unsqueeze(-1) % 2.0).expand_as(rewards).clone(),
         _FRACTIONS: rewards,
     }
@@ -56,6 +59,8 @@ def _checks(advantage: Advantage) -> Iterator[Check]:
     for number, (label, labelled_rewards) in enumerate(rewards_by_label.items()):
         batch = _Batch(rewards=labelled_rewards, further=further)
         yield Check(f"advantages of {label}", partial(_check, advantage, label, batch), needed=number == 0)
+    batch = _Batch(rewards=rewards_by_label[_RIGHT_AND_WRONG], further=further)
+    yield Check("advantages other than 0", partial(_check_is_not_zero, advantage, batch))
     yield Check("the advantage at each training step", partial(_check_steps, advantage))
     yield Check("its flags of OpenRLHF, and what it warns of", partial(_check_flags, advantage))
 
@@ -128,6 +133,20 @@ def _check(advantage: Advantage, label: str, batch: _Batch) -> None:
         prefix="",
         draws="An advantage is a function of its rewards: it draws nothing.",
     )
+
+
+def _check_is_not_zero(advantage: Advantage, batch: _Batch) -> None:
+    """Logs a note where every advantage is 0: that breaks no promise, but a run would not change the policy."""
+    try:
+        is_zero = not _formula(advantage, batch.rewards, batch.further).any()
+    except Exception:  # the check of this batch reports it
+        return
+    if is_zero:
+        _log.warning(
+            "%s: the advantages of right and wrong responses are all 0 in this check. If they are 0 in a run too, it"
+            " does not change the policy.",
+            advantage.name,
+        )
 
 
 def _check_sizes(advantage: Advantage, subject: str, advantages: Tensor) -> None:

@@ -144,12 +144,12 @@ def _kind_in(row: Mapping[str, Any], column_name: str, names: ColumnNames) -> Va
 
 def _prompt_kind(value: object) -> ValueKind:
     """The kind of a prompt: of texts there are more kinds than in other columns."""
-    if isinstance(value, str):
-        if value.lstrip().startswith(('[{"role"', "[{'role'")):
-            return ValueKind.MESSAGES_AS_TEXT
-        if "<image>" in value:
-            return ValueKind.TEXT_WITH_IMAGE
-    return _kind(value)
+    if not isinstance(value, str):
+        return _kind(value)
+    fault = conversation.fault(value)
+    if fault is None and "<image>" in value:
+        return ValueKind.TEXT_WITH_IMAGE
+    return fault or ValueKind.TEXT
 
 
 def _kind(value: object) -> ValueKind:

@@ -225,9 +225,11 @@ def lora_on_embedding(combination: Combination) -> str:
 # --- methods ----------------------------------------------------------------------------------------
 
 NOISE = part("policy_noise")
-NOISE_BY_WEIGHTS = part("policy_noise", "that follows the divergence", lambda noise: noise.follows_divergence)
+NOISE_BY_DIVERGENCE = part("policy_noise", "that follows the divergence", lambda noise: noise.follows_divergence)
 SCHEDULE = part("sampling_schedule")
-SCHEDULE_BY_WEIGHTS = part("sampling_schedule", "that follows the training", lambda schedule: schedule.follows_training)
+SCHEDULE_BY_TRAINING = part(
+    "sampling_schedule", "that follows the training", lambda schedule: schedule.follows_training
+)
 EVALUATED_SCHEDULE = part("sampling_schedule", "with evaluation", lambda schedule: schedule.evaluation)
 CREDIT = part("credit")
 CREDIT_IN_LOSS = part("credit", "that acts in the loss", lambda credit: credit.acts_in_loss)

@@ -7,14 +7,15 @@ a step fit each other.
 
 import os
 import re
+from collections.abc import Iterator
 from contextlib import suppress
 from itertools import pairwise
 from math import ceil, isclose, nan
 from pathlib import Path
 
-from ngrpo.config import number_rules
+from ngrpo.config import datasources, number_rules
 from ngrpo.config.feature_kinds import MODEL
-from ngrpo.config.input_checks import check_home, rows_of
+from ngrpo.config.input_checks import DATASETS, check_home, rows_of
 from ngrpo.config.number_rules import NumberRule
 from ngrpo.config.run import RunConfig
 from ngrpo.machine.models import conversation, packaged
@@ -216,6 +217,7 @@ def check_output(flags: Flags, run: RunConfig) -> None:
 # --- batches ----------------------------------------------------------------------------------------
 
 _ROWS = "--data.max_samples"
+_TRAINED, _EVALUATED = DATASETS
 
 
 def check_batches(args: placement.Args) -> None:
@@ -422,6 +424,61 @@ def few_rows_notes(flags: Flags) -> list[str]:
     ]
 
 
+def unread_rows_notes(flags: Flags) -> Iterator[str]:
+    """A warning for each file of which ``--data.max_samples`` leaves rows out that its user may not expect.
+
+    OpenRLHF reads that many rows of all files of a dataset together, and of the evaluation too.
+    """
+    args = flags.args
+    for dataset in DATASETS:
+        names = (flags.value(dataset) or "").split(",")
+        is_expected = dataset == _TRAINED and len(names) == 1
+        is_drawn = dataset == _TRAINED and args["data.prompt_probs"]
+        counts = rows_of(dataset, flags)
+        if is_expected or is_drawn or counts is None:
+            continue
+        left = args["data.max_samples"]
+        for name, count in zip(names, counts, strict=True):
+            read = min(count, left)
+            left -= read
+            if read < count:
+                yield (
+                    f"{_ROWS} {args['data.max_samples']} bounds the rows of {dataset} in all: of the {count} rows of"
+                    f" {name.strip()}, {f'only the first {read} are' if read else 'none is'} read."
+                )
+
+
+def evaluation_notes(flags: Flags) -> Iterator[str]:
+    """A warning where a run ends before its first evaluation."""
+    args = flags.args
+    rows = _row_count(flags, args)
+    if not args["eval.dataset"] or rows is None:
+        return
+    last_step = ceil(rows / _prompts_per_step(args)) * args["train.num_episodes"]
+    if args["eval.steps"] > last_step:
+        yield (
+            f"--eval.steps {args['eval.steps']}: the run ends with step {last_step}, so no step is evaluated. Give at"
+            f" most {last_step}."
+        )
+
+
+def best_metric_notes(flags: Flags) -> Iterator[str]:
+    """A warning where the best checkpoint is chosen by a metric that the evaluation lacks: OpenRLHF saves none then."""
+    args = flags.args
+    best = args["ckpt.best_metric_key"]
+    if best in ("", "none", None) or rows_of(_EVALUATED, flags) is None:
+        return
+    responses = args["eval.n_samples_per_prompt"]
+    metrics = []
+    for datasource in dict.fromkeys(datasources.names(flags)[: args["data.max_samples"]]):
+        metrics += [f"eval_{datasource}_pass1", f"eval_{datasource}_pass{responses}"]
+    if best not in metrics:
+        yield (
+            f"--ckpt.best_metric_key {best}: the evaluation has no such metric, so no best checkpoint is saved."
+            f"{nearest(best, metrics)} Give one of {', '.join(dict.fromkeys(metrics))}."
+        )
+
+
 def last_step_notes(flags: Flags) -> list[str]:
     """Warnings about the last step of a pass: rows that are left out, or that it may hang."""
     args = flags.args
@@ -433,7 +490,7 @@ def last_step_notes(flags: Flags) -> list[str]:
     if not notes and _ROWS in flags.added:
         notes.append(
             f"{_ROWS} {flags.value(_ROWS)} is added, since the last step of a pass would hang with responses that do"
-            f" not divide over {placement.rank_groups(args)['actor']} ranks; it bounds the rows of the evaluation too."
+            f" not divide over {placement.rank_groups(args)['actor']} ranks."
         )
     if args["algo.dynamic_filtering_enable"] and _may_hang(args):
         notes.append(

@@ -5,6 +5,7 @@ import os
 import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from datetime import date, time
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from ngrpo.config.feature_kinds import MODEL
 from ngrpo.config.run import RunConfig
 from ngrpo.machine.models import architecture, conversation, packaged
 from ngrpo.machine.models.conversation import TOOLS, ValueKind
-from ngrpo.machine.storage.datafiles import ENDINGS
+from ngrpo.machine.storage.datafiles import ENDINGS, label_of, read_rows
 from ngrpo.machine.storage.result_folder import read_json
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.machine.upstream.types import PreTrainedTokenizerBase
@@ -29,8 +30,8 @@ from perturbations.testing import PerturbationError
 
 DATASETS = {"--data.prompt_dataset": "--data.prompt_split", "--eval.dataset": "--eval.split"}
 """The flags of datasets, each with that of its split."""
-# Endings of data files in a folder, which `datasets` loads.
-_IN_FOLDERS = (*ENDINGS, ".arrow", ".txt", ".gz", ".zst")
+# `Dataset.save_to_disk` writes the first, `DatasetDict.save_to_disk` the second.
+_SAVED = ("state.json", "dataset_dict.json")
 TEMPLATE = conversation.APPLY
 IMAGES = "--data.max_images_per_prompt"
 
@@ -133,7 +134,7 @@ def _check_unused(content: DatasetFile, name: str, *, subject: str, fix: str) ->
 
 
 def label_note(flag: str, flags: Flags) -> str | None:
-    """A warning about labels that are neither texts nor numbers, or empty, which only some rewards can read."""
+    """A warning about labels that are empty, or neither texts nor numbers, which only some rewards can read."""
     label = flags.value("--data.label_key")
     if not label:
         return None
@@ -145,6 +146,14 @@ def label_note(flag: str, flags: Flags) -> str | None:
             row = column.first_rows.get(kind)
             if row is not None:
                 return f"{flag} {name}: the label {label!r} is {kind} in row {row}; the reward is given it as it is."
+        for kind in (ValueKind.BOOLEAN, ValueKind.OTHER):  # parquet has dates, and decimals and bytes that need no note
+            row = column.first_rows.get(kind)
+            value = None if row is None else read_rows(flag, name, row)[-1][label]
+            if isinstance(value, (bool, date, time)):
+                return (
+                    f"{flag} {name}: the label {label!r} is a {type(value).__name__} in row {row}; the reward is given"
+                    f" the text {label_of(value)!r}."
+                )
     return None
 
 
@@ -182,7 +191,7 @@ def _contents(flags: Flags) -> Iterator[tuple[str, DatasetFile]]:
 
 
 def is_checked(flag: str, value: str) -> bool:
-    """Whether :func:`check_files` looks into each of the named datasets; hub names and folders are OpenRLHF's."""
+    """Whether :func:`check_files` looks into all named datasets: it skips saved ones and those of the hub."""
     return len(list(local_files(flag, value))) == len(value.split(","))
 
 
@@ -190,7 +199,7 @@ def local_files(flag: str, value: str | None) -> Iterator[str]:
     """The files with checked rows among the names of a flag.
 
     Raises:
-        UsageError: for a name that OpenRLHF could not load: a folder without data, or a file of another kind.
+        UsageError: for a name that OpenRLHF could not load, such as a file of another kind, and for a folder of files.
     """
     if not value:
         return
@@ -203,12 +212,9 @@ def local_files(flag: str, value: str | None) -> Iterator[str]:
             raise UsageError(f"{flag} {value}: a name is missing before or after a comma. Leave the comma out.")
         if at and path.is_file():
             raise UsageError(f"{flag} {word}: a file has no part {part!r}. Leave it out: {name}.")
+        if path.is_dir() and not any((path / file).is_file() for file in _SAVED):
+            raise _folder_error(f"{flag} {word}", flag, path / part.strip())
         # OpenRLHF 0.11.2 (datasets/utils.py) loads files of our endings and .arrow; all else is a folder or a hub name.
-        if path.is_dir() and not any(file.suffix in _IN_FOLDERS for file in path.rglob("*")):
-            raise UsageError(
-                f"{flag} {name}: the folder holds no data files ({', '.join(_IN_FOLDERS)}). Give a file, or a folder"
-                " that holds some."
-            )
         if path.suffix in ENDINGS or (path.suffix == ".arrow" and not path.exists()):
             yield name  # reading a missing file raises an error with a name that is like it
         elif path.exists() and not path.is_dir() and path.suffix != ".arrow":
@@ -218,6 +224,24 @@ def local_files(flag: str, value: str | None) -> Iterator[str]:
             )
         elif not path.exists() and name.startswith(("/", ".", "~")):
             raise UsageError(f"{flag} {name}: there is no such folder. Give an existing file or a hub dataset.")
+
+
+def _folder_error(subject: str, flag: str, folder: Path) -> UsageError:
+    """The error for a folder of files: `datasets` would leave some of them out, and guess the types of labels."""
+    files = []
+    for file in sorted(folder.rglob("*")):
+        is_hidden = any(name.startswith(".") for name in file.relative_to(folder).parts)  # such as a cache of the hub
+        if file.suffix in ENDINGS and not is_hidden:
+            files.append(str(file))
+    if not files:
+        return UsageError(
+            f"{subject}: the folder holds no data files ({', '.join(ENDINGS)}). Give such a file, or a folder that"
+            " `Dataset.save_to_disk` of the package `datasets` wrote."
+        )
+    return UsageError(
+        f"{subject}: is a folder, from which `datasets` would load some files only and change labels such as 007."
+        f" Name the files that you want: {flag} {','.join(files)}"
+    )
 
 
 # --- models -----------------------------------------------------------------------------------------

@@ -14,13 +14,15 @@ from torch import Tensor
 
 from ngrpo.config import second_round_check
 from ngrpo.config.kinds import KINDS
-from ngrpo.methods.credits.base import Credit, StepTokens
+from ngrpo.methods.credits.base import Credit, LossTokens, StepTokens
 from ngrpo.methods.policy_noises.base import PolicyNoise
 from ngrpo.methods.sampling_schedules.base import NextTokens, PastStep, Run, SamplingSchedule
 from perturbations.testing import Check, PerturbationError, outcomes
 from perturbations.testing.report import answered, check_answers, check_repeatable, check_tensor, expect
 
 _STEPS = 100  # training steps of the synthetic run
+_VOCABULARY = 32  # of the logits of a synthetic forward
+_CREDIT_DRAWS = "Draw with perturbations.streams, from streams.keys(tokens.seeds, …)."
 _NAMES = ("model.embed_tokens.weight", "model.layers.0.self_attn.q_proj.weight", "model.layers.0.mlp.up_proj.weight")
 
 
@@ -50,6 +52,10 @@ def _credit_checks(credit: Credit) -> Iterator[Check]:
     yield Check(
         "credit of certain tokens without advantage", partial(_check_credit, credit, "certain tokens", nothing_to_share)
     )
+    if credit.acts_in_loss:
+        forward = _loss_tokens(tokens, generator)
+        yield Check("advantages and term in the loss", partial(_check_in_loss, credit, forward))
+        yield Check("marks, and the loss of marked tokens", partial(_check_marks, credit, tokens, forward))
 
 
 def _check_credit(credit: Credit, label: str, tokens: StepTokens) -> None:
@@ -57,20 +63,94 @@ def _check_credit(credit: Credit, label: str, tokens: StepTokens) -> None:
 
     def formula(tokens: StepTokens) -> Tensor:
         advantages = answered(f"{where} formula()", lambda: credit.formula(tokens), "It must accept any tokens.")
-        shape = (len(tokens.answers),)
-        check_tensor(f"{where} what formula() returns", advantages, shape, torch.float32, torch.device("cpu"))
-        not_finite = advantages[~advantages.isfinite()].tolist()
-        expect(not not_finite, f"{where} formula() gives {not_finite[:1]}.", "Clamp before divisions and logarithms.")
+        _check_numbers(where, "formula()", advantages, len(tokens.answers))
         return advantages
 
-    draws = "Draw with perturbations.streams, from streams.keys(tokens.seeds, …)."
-    advantages = check_repeatable(where, "formula()", formula, tokens, prefix="tokens.", draws=draws, what="tokens")
+    advantages = check_repeatable(
+        where, "formula()", formula, tokens, prefix="tokens.", draws=_CREDIT_DRAWS, what="tokens"
+    )
     keeps_or_drops = (advantages == tokens.advantages) | (advantages == 0.0)
     expect(
         not credit.keeps_sums or keeps_or_drops.all(),
         f"{where} keeps_sums is True, and a token's advantage is neither its response's nor 0.",
         "Leave keeps_sums at False.",
     )
+
+
+def _check_numbers(where: str, method: str, numbers: Tensor, count: int, part: str = "") -> None:
+    """Raises :class:`PerturbationError` unless a method's result, or a part of it, is ``count`` finite numbers."""
+    check_tensor(f"{where} what {method} returns{part}", numbers, (count,), torch.float32, torch.device("cpu"))
+    not_finite = numbers[~numbers.isfinite()].tolist()
+    expect(not not_finite, f"{where} {method} gives {not_finite[:1]}{part}.", "Clamp before divisions and logarithms.")
+
+
+def _loss_tokens(tokens: StepTokens, generator: torch.Generator) -> LossTokens:
+    """The tokens of a step in a forward that is differentiated; its first row of logits is of no token."""
+    count = len(tokens.answers)
+    logits = torch.randn(1, count + 1, _VOCABULARY, generator=generator).requires_grad_()
+    rows = torch.arange(count) + 1
+    ids = torch.randint(_VOCABULARY, (count,), generator=generator)
+    return LossTokens(
+        logits=logits,
+        rows=rows,
+        tokens=ids,
+        log_probs=logits.log_softmax(dim=-1)[0, rows, ids],
+        advantages=tokens.advantages,
+        answers=tokens.answers,
+    )
+
+
+def _check_in_loss(credit: Credit, forward: LossTokens) -> None:
+    where = f"{credit.name}:"
+    count = len(forward.answers)
+
+    def in_loss(forward: LossTokens) -> dict[str, Tensor] | None:
+        result = answered(f"{where} in_loss()", lambda: credit.in_loss(forward), "It must accept any tokens.")
+        if result is None:
+            return None
+        expect(
+            isinstance(result, tuple) and len(result) == 2,
+            f"{where} in_loss() gives {result!r:.100}.",
+            "It must be two tensors, advantages and a term, or None.",
+        )
+        advantages, term = result
+        _check_numbers(where, "in_loss()", advantages, count, part=" as advantages")
+        _check_numbers(where, "in_loss()", term, count, part=" as the term")
+        expect(
+            not advantages.requires_grad,
+            f"{where} in_loss() gives advantages with a gradient.",
+            "Detach them: only the term has a gradient.",
+        )
+        return {"advantages": advantages, "term": term}
+
+    draws = "Draw in formula() or marks(), whose tokens have seeds."
+    check_repeatable(where, "in_loss()", in_loss, forward, prefix="tokens.", draws=draws, what="tokens")
+
+
+def _check_marks(credit: Credit, tokens: StepTokens, forward: LossTokens) -> None:
+    where = f"{credit.name}:"
+
+    def marks(tokens: StepTokens) -> Tensor | None:
+        is_marked = answered(f"{where} marks()", lambda: credit.marks(tokens), "It must accept any tokens.")
+        if is_marked is not None:
+            shape = (len(tokens.answers),)
+            check_tensor(f"{where} what marks() returns", is_marked, shape, torch.bool, torch.device("cpu"))
+        return is_marked
+
+    is_marked = check_repeatable(where, "marks()", marks, tokens, prefix="tokens.", draws=_CREDIT_DRAWS, what="tokens")
+    if is_marked is None:
+        return
+    log_ratio = forward.log_probs - tokens.log_probs
+    for marked in (is_marked.nonzero().flatten(), torch.arange(0)):  # a micro-batch may have no marked token
+        method = f"marked_loss() of {len(marked)} tokens"
+        call = partial(credit.marked_loss, forward, marked, log_ratio[marked])
+        loss = answered(f"{where} {method}", call, "It must accept any number of marked tokens, also none.")
+        _check_numbers(where, method, loss, len(marked))
+        expect(
+            loss.requires_grad,
+            f"{where} {method} has no gradient, so it trains nothing.",
+            "Compute it from log_ratio or tokens.log_probs.",
+        )
 
 
 # ---- sampling schedules --------------------------------------------------------------------------------------------

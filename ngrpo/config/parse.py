@@ -63,7 +63,8 @@ def run_config(argv: Sequence[str]) -> RunConfig:
     perturbation, notes = _extension(KINDS["perturbation"], ours, origin)
     extensions = {"perturbation": perturbation}
     for kind in (KINDS["replay_buffer"], *run_level_kinds()):
-        extensions[kind.name], _ = _extension(kind, ours)
+        extensions[kind.name], further_notes = _extension(kind, ours)
+        notes = (*notes, *further_notes)
     specs = {
         name: extension.spec()
         for name, extension in extensions.items()

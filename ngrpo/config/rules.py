@@ -7,7 +7,7 @@ from functools import partial
 from typing import Literal
 
 from ngrpo import patches
-from ngrpo.config import compatibility, complete_run, flag_checks, input_checks, stretches
+from ngrpo.config import compatibility, complete_run, datasources, flag_checks, input_checks, stretches
 from ngrpo.config.complete_run import CompleteRun
 from ngrpo.config.feature_kinds import ESTIMATOR, MODEL, Combination
 from ngrpo.config.input_checks import DATASETS
@@ -100,14 +100,20 @@ def check_data(complete: CompleteRun) -> str | None:
     if run.task is not None and flags.value(dataset) == complete_run.UNPREPARED[dataset]:
         complete_run.prepare_task(run.task)  # raises again what has kept it from being prepared
     input_checks.check_files(flags)
+    datasources.check(flags)
     reward_files.check_rewards(flags)
     for name in DATASETS:
         value = flags.value(name)
         if value and not input_checks.is_checked(name, value):
             return f"not checked: the rows of {name} {value}; OpenRLHF loads what is no file from a folder or the hub."
-    rewards = (flags.value("--reward.remote_url") or "").split(",")
+    return None
+
+
+def check_servers(complete: CompleteRun) -> str | None:
+    """Raises ``UsageError`` where a reward server does not run; returns why a run that is only planned asks none."""
+    rewards = (complete.flags.value("--reward.remote_url") or "").split(",")
     addresses = [reward for reward in rewards if reward.startswith("http")]
-    if run.machine is not None and addresses:  # the run is only planned
+    if complete.run.machine is not None and addresses:  # the run is only planned
         return f"not checked: whether a reward server runs at {', '.join(addresses)}."
     for address in addresses:
         reward_files.check_server(address)
@@ -168,6 +174,7 @@ RULES = (
         lambda complete: host_plan.check_shared_memory(complete.args, complete.machine),
     ),
     Rule("data", "dataset and reward", check_data),
+    Rule("data", "reward servers answer", check_servers),
     Rule("data", "the last step of a pass", lambda complete: flag_checks.check_rows(complete.flags)),
     Rule(
         "data",

@@ -172,7 +172,7 @@ class Notes:
             if note.support is None:
                 self.written += 1
             else:
-                note.support.ask()
+                note.support.send_ids()
                 self._masked.append(replace(note, ready=self._event()))
 
     def _write_steps(self, notes: Sequence[Note]) -> None:
@@ -228,7 +228,7 @@ class HostBuffer:
             self.event = torch.cuda.Event()
 
     def give_back(self) -> None:
-        """The host has read what was copied here, so that a later step may use the buffer."""
+        """Returns the buffer to its pool, once the host, or after an upload the device, has read it."""
         self._pool.free.append(self)
 
 

@@ -64,7 +64,7 @@ class CheckTexts:
         return [*self.text[: self.row], self.other, *self.text[self.row + 1 :]]
 
 
-class Answer(NamedTuple):
+class TextOutput(NamedTuple):
     """What a model makes of one text.
 
     Attributes:
@@ -186,7 +186,13 @@ def check_texts(
 
 
 def compared(
-    plain: Mapping[str, Answer], fed: Mapping[str, Answer], row: int, *, reads_tokens: bool, what: str, unit: str
+    plain: Mapping[str, TextOutput],
+    fed: Mapping[str, TextOutput],
+    row: int,
+    *,
+    reads_tokens: bool,
+    what: str,
+    unit: str,
 ) -> list[Comparison]:
     """The comparisons that an engine, or a trainer's model, must pass: its results with overrides and without.
 

@@ -125,7 +125,7 @@ class InputOverride:
         self.drawn_vectors.index_copy_(0, rows, vectors)
 
     def clear_drawn(self) -> None:
-        """No row of the last step is perturbed."""
+        """Marks every row of the last step as unperturbed."""
         self.drawn_fed.zero_()
 
     def place_stored(self, rows: Tensor, vectors: Tensor) -> None:

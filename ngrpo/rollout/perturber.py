@@ -461,7 +461,7 @@ class RolloutPerturber:
     # --- requests -----------------------------------------------------------------------------------------------
 
     def opened(self, name: str, prompt: Sequence[int] = ()) -> None:
-        """A request has its slot: the row's state starts afresh."""
+        """Resets the state of a new request's slot."""
         slot = self._store.live[name]
         if self._store.slots > len(self._row_of_slot):
             self._grow(self._store.slots)
@@ -486,7 +486,7 @@ class RolloutPerturber:
             self.routed.grow(slots)
 
     def closed(self, slot: int) -> None:
-        """A request is gone; an edit drawn for its next position is dropped, since its slot will be used again."""
+        """Drops the edit drawn for a gone request's next position, since its slot will be used again."""
         # Not in place: a note has the same array.
         self._drawn_positions = np.where(self._drawn_slots == slot, -1, self._drawn_positions)
 

@@ -106,7 +106,7 @@ class RoutedExperts:
         self._scheduled = grown(self._scheduled, slots)
 
     def clear(self, slot: int) -> None:
-        """A trajectory begins."""
+        """Forgets a slot's experts, as a trajectory begins there."""
         self._rows.clear(slot)
         self._scheduled[slot] = 0
 

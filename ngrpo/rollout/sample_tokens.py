@@ -12,7 +12,7 @@ from torch import Tensor
 from perturbations.compilation import Compiled
 from perturbations.row_blocks import BLOCK, Summary, block_sums, blocks, summary
 
-# A request with a lower temperature is greedy; vLLM's own threshold (v1/sample/sampler.py, 0.26 to 0.29).
+# A request with a lower temperature is greedy; vLLM's own threshold (v1/sample/sampler.py, as of 0.29).
 GREEDY_BELOW = 1e-5
 
 # The 32-bit multipliers of Wellons' lowbias32, as the signed integers that hold the same bits.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The support of sampling, the tokens that filters left: on its way from the device to the host, and in memory there.
+"""The tokens that sampling's filters left (its support): their way from the device to the host, and their store there.
 
 A step keeps one bit a token on the device and sends how many tokens each row has left. Once these numbers have arrived,
 exactly that many tokens are picked out on the device and sent. Nothing waits, and 1,024 rows with 40 tokens each send
@@ -57,7 +57,7 @@ def pack(drawable: Tensor) -> tuple[Tensor, Tensor]:
     return bits, counts
 
 
-def marked(counts: np.ndarray, size: int) -> np.ndarray:
+def marked_counts(counts: np.ndarray, size: int) -> np.ndarray:
     """How many bits :func:`pack` sets in rows with these counts of ``size`` tokens left, (B,)."""
     return np.minimum(counts, size - counts)
 
@@ -79,8 +79,8 @@ def pick(bits: Tensor, size: int) -> Tensor:
 class SamplingSupport:
     """The tokens left at each row of one step.
 
-    They come in three steps: the constructor sends how many each row has, :meth:`ask` sends the tokens themselves once
-    these numbers have arrived, and :meth:`read` gives them once they have arrived too.
+    They come in three steps: the constructor sends how many each row has, :meth:`send_ids` sends the tokens themselves
+    once these numbers have arrived, and :meth:`read` gives them once they have arrived too.
     """
 
     def __init__(self, drawable: Tensor, download: Callable[[Tensor], Tensor]) -> None:
@@ -92,11 +92,11 @@ class SamplingSupport:
         self._counts = download(counts)
         self._ids: list[Tensor] = []  # marked tokens of the rows, in pieces
 
-    def ask(self) -> None:
+    def send_ids(self) -> None:
         """Sends the tokens; to be called once the numbers that the constructor sent have arrived."""
         bits = require(self._bits, "the bits of a step")
         self._bits = None
-        ends = np.cumsum(marked(self._counts.numpy(), self._size))
+        ends = np.cumsum(marked_counts(self._counts.numpy(), self._size))
         first = 0
         sent = 0
         while first < len(ends) and sent < ends[-1]:
@@ -113,7 +113,7 @@ class SamplingSupport:
     def read(self, rows: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
         """How many tokens each of the rows (ascending, or all) has left, (N,) int64, and their marked ids, int32.
 
-        The ids ascend within a row, :func:`marked` of them each. The tokens of :meth:`ask` have arrived.
+        The ids ascend within a row, :func:`marked_counts` of them each. The tokens of :meth:`send_ids` have arrived.
         """
         counts = self._counts.numpy()
         pieces = [piece.numpy() for piece in self._ids]
@@ -123,10 +123,10 @@ class SamplingSupport:
             return counts, ids
         in_rows = np.zeros(len(counts), dtype=bool)
         in_rows[rows] = True
-        return counts[rows], ids[np.repeat(in_rows, marked(counts, self._size))]
+        return counts[rows], ids[np.repeat(in_rows, marked_counts(counts, self._size))]
 
     def rehearse(self) -> None:
-        """Takes the memory of :meth:`ask` for as many tokens as it picks out at once."""
+        """Takes the memory of :meth:`send_ids` for as many tokens as it picks out at once."""
         bits = require(self._bits, "the bits of a step")
         pick(bits, min(PICKED_AT_ONCE, bits.numel()))
 
@@ -172,7 +172,7 @@ class SamplingMaskStore:
         drawn_again = positions <= self._last[slots]
         for row in drawn_again.nonzero()[0]:
             self._rewind(int(slots[row]), int(positions[row]))
-        words, lengths = as_words(ids, marked(counts, self._size))
+        words, lengths = as_words(ids, marked_counts(counts, self._size))
         names_cut_tokens = 2 * counts > self._size
         # Where no token was cut there is nothing to write: such a row has no words.
         filtered = counts < self._size
@@ -270,7 +270,7 @@ class SamplingMaskStore:
         )
 
     def clear(self, slot: int) -> None:
-        """A trajectory begins or ends."""
+        """Forgets a slot's mask, as its trajectory begins or ends."""
         self._last[slot] = -1
         self._rows.clear(slot)
         self._words.clear(slot)

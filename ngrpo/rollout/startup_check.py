@@ -19,7 +19,7 @@ from ngrpo import patches
 from ngrpo.machine.progress import announce
 from ngrpo.machine.upstream.patch import around
 from ngrpo.machine.upstream.types import EngineCore, VllmConfig
-from ngrpo.rollout.check_texts import Answer, CheckTexts, Comparison, check_texts, compared, distance, record_of
+from ngrpo.rollout.check_texts import CheckTexts, Comparison, TextOutput, check_texts, compared, distance, record_of
 from ngrpo.rollout.settings import DEFERRED_CHECK, KEY, read
 
 _DUE = "_perturbation_check_due"
@@ -154,7 +154,7 @@ class Probe(NamedTuple):
 def _comparisons(core: EngineCore, texts: CheckTexts, reads_tokens: bool) -> list[Comparison]:
     """Runs two batches and compares them: the texts as they are, and the same texts with some rows overridden."""
     text = texts.text
-    plain = _answers(
+    plain = _text_outputs(
         core,
         {
             "first": Probe(texts.first, fed={}),
@@ -166,7 +166,7 @@ def _comparisons(core: EngineCore, texts: CheckTexts, reads_tokens: bool) -> lis
     end = len(text)
     first_generated = plain["text"].tokens[0]
     # The first request's rows come first in the batch, the last one's after those with an override.
-    fed = _answers(
+    fed = _text_outputs(
         core,
         {
             "first": Probe(texts.first, fed={}),
@@ -201,8 +201,8 @@ def _comparisons(core: EngineCore, texts: CheckTexts, reads_tokens: bool) -> lis
     return comparisons
 
 
-def _answers(core: EngineCore, probes: Mapping[str, Probe]) -> dict[str, Answer]:
-    """Runs requests to their end, in one batch and in this order, two greedy tokens each; answers by the same names."""
+def _text_outputs(core: EngineCore, probes: Mapping[str, Probe]) -> dict[str, TextOutput]:
+    """Runs requests to their end, in one batch and in this order, two greedy tokens each; outputs by the same names."""
     # No id comes twice, as none of vLLM's own does: rows of a batch are known by their ids.
     ids = {name: f"perturbation-check-{next(_NUMBERS)}" for name in probes}
     for name, probe in probes.items():
@@ -210,7 +210,7 @@ def _answers(core: EngineCore, probes: Mapping[str, Probe]) -> dict[str, Answer]
     outputs = _run(core)
     core.collective_rpc("perturbation_drop", args=(list(ids.values()),))
     core.reset_prefix_cache()
-    return {name: _answer(outputs[request_id]) for name, request_id in ids.items()}
+    return {name: _text_output(outputs[request_id]) for name, request_id in ids.items()}
 
 
 def _request(request_id: str, probe: Probe) -> Any:
@@ -260,7 +260,7 @@ def _run(core: EngineCore) -> dict[str, list[Any]]:
     return outputs_by_id
 
 
-def _answer(outputs: Sequence[Any]) -> Answer:
+def _text_output(outputs: Sequence[Any]) -> TextOutput:
     """What vLLM's outputs of one request say."""
     of_text: list[np.ndarray] = []
     next_tokens: list[dict[int, float]] = []
@@ -274,4 +274,4 @@ def _answer(outputs: Sequence[Any]) -> Answer:
         if generated is not None:
             for ids, log_probs in zip(generated.logprob_token_ids, generated.logprobs):
                 next_tokens.append({int(token): float(log_prob) for token, log_prob in zip(ids, log_probs)})
-    return Answer(of_text=np.concatenate(of_text), next_tokens=next_tokens, tokens=tokens)
+    return TextOutput(of_text=np.concatenate(of_text), next_tokens=next_tokens, tokens=tokens)

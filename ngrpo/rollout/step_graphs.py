@@ -171,7 +171,9 @@ class StepGraphs:
         self._downloads: HostBuffers | None = None
         self._uploads = HostBuffers((len(self._columns),), torch.int64, device)
         self._wide: dict[tuple[str, torch.dtype, int], Tensor] = {}  # logits and hidden states: name, dtype, width
-        self._temperature_of: Tensor | None = None  # the tensor that the temperatures were copied from
+        # What the temperatures were copied from, compared by identity: `runners.py` makes a new tensor when the batch
+        # changes, and at each step with a schedule's factor, and never writes into one.
+        self._temperature_of: Tensor | None = None
         self._has_greedy = False  # whether ``self._greedy`` names a token
         self.forget()
 

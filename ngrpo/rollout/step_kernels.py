@@ -117,7 +117,7 @@ class StepKernels:
                 draw.tokens.index_copy_(0, gated_rows, edited.tokens)
                 draw.log_probs.index_copy_(0, gated_rows, edited.log_probs)
                 edited = edited._replace(tokens=draw.tokens, log_probs=draw.log_probs)
-        if self._gate.has_state:
+        if self._gate.further_has_state:
             fed = torch.zeros_like(edited.tokens, dtype=torch.bool)
             if len(gated):
                 fed.index_copy_(0, gated_rows, edited.recorded["fed"])
@@ -151,7 +151,7 @@ class StepKernels:
         tokens, log_probs, recorded = self.proposed_everywhere(gated, rows, selected, draw, logits)
         self._mark_dynamic(tokens, log_probs, recorded)
         self.candidates = recorded["ids"].shape[-1]
-        if self._gate.has_state:
+        if self._gate.further_has_state:
             self.advance_gate(rows, draw._replace(tokens=tokens), logits, recorded["fed"])
         vectors = self._vectors(gated, recorded)
         edited = Edited(tokens=tokens, log_probs=log_probs, vectors=vectors, recorded=recorded)
@@ -322,10 +322,13 @@ class StepKernels:
             # Keep the strides of vLLM's padded vocabulary: torch.compile specialises on strides.
             example = logits.new_empty_strided(logits.shape, logits.stride()).copy_(example)
         scaled = example.float()
-        self._rehearse(scaled, scaled.clone(), edits)  # as where requests filter
+        # Requests that filter: float32 logits, and others to draw from.
+        self._rehearse(scaled, scaled.clone(), edits)
         if self.compiled and example.dtype != torch.float32:
+            # No request changes its logits: they come in the model's dtype.
             self._rehearse(example, None, edits)
         if self.compiled:
+            # Requests change logits, and none filters.
             self._rehearse(scaled, None, edits)
 
     def _rehearse(self, scaled: Tensor, drawable: Tensor | None, edits: bool) -> None:
@@ -347,7 +350,7 @@ class StepKernels:
             if self.compiled:
                 self._rehearse_edit(max(count - 1, 2), rows, draw, logits)
             self._rehearse_edit(count, rows, draw, logits)
-        if self._gate.has_state:
+        if self._gate.further_has_state:
             fed = torch.zeros(count, dtype=torch.bool, device=device)
             self._mark_dynamic(fed)
             self.advance_gate(rows, draw, logits, fed)

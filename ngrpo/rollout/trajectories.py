@@ -139,6 +139,7 @@ class TrajectoryStore:
 
     def write_steps(self, steps: Sequence[DrawnStep]) -> None:
         """Writes steps of which each continues the last one: a slot's positions rise by 1 from step to step."""
+        # One step needs no joined copies.
         if len(steps) == 1:
             step = steps[0]
             self.write_tokens(step.slots, step.positions, step.log_probs)

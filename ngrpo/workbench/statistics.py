@@ -69,7 +69,7 @@ def resamples(count: int, seed: int) -> np.ndarray:
 
 
 def bounds(replicates: np.ndarray, problems: int | None = None) -> tuple[float, float]:
-    """The central 95% of bootstrap replicates, (N,); of few problems more, by their number.
+    """The ends of a 95% interval from bootstrap replicates (N,): their central 95%, or with ``problems`` a wider range.
 
     The central 95% hold the truth of few problems too seldom (benchmarks/coverage.py says how seldom). With
     ``problems``, at least two, the interval is the expanded percentile one (Hesterberg, Am. Stat. 69, 2015): its tails
@@ -98,9 +98,9 @@ def interval(table: np.ndarray, *, share: bool = False) -> Interval:
 
     Args:
         table: one row per seed, one column per problem.
-        share: whether the values are shares. Their interval then ends at 0 and 1. It is Wilson's (J. Am. Stat. Assoc.
-            22, 1927) where each seed (with one seed: each problem) has exactly 0 or exactly 1. Where all seeds have the
-            same value, and there are more problems than seeds, Wilson's interval is over the problems.
+        share: whether the values are shares. Their interval is then clipped to [0, 1]. It is Wilson's (J. Am. Stat.
+            Assoc. 22, 1927) where each seed (with one seed: each problem) has exactly 0 or exactly 1. Where all seeds
+            have the same value, and there are more problems than seeds, Wilson's interval is over the problems.
 
     Returns:
         ``value``, ``low`` and ``high`` (None without an interval), and ``over``: ``seeds``, ``problems``, or None for a
@@ -228,7 +228,7 @@ def _p_of_problems(differences: np.ndarray) -> float:
 
 
 def within_shares(difference: Interval) -> Interval:
-    """The difference of two shares, whose interval ends at -1 and 1."""
+    """The difference of two shares, with its interval clipped to [-1, 1]."""
     if difference["low"] is None:
         return difference
     return {**difference, "low": max(difference["low"], -1.0), "high": min(difference["high"], 1.0)}
@@ -245,7 +245,10 @@ def in_words(interval: Mapping[str, Any] | None, form: str = ".3f") -> str:
 
 
 def correct(differences: Sequence[Interval]) -> None:
-    """Adds ``p_corrected``, ``comparisons`` and ``detectable`` to paired differences in one measure; judges them."""
+    """Corrects paired differences in one measure for their number, where they have a ``p``.
+
+    Adds ``p_corrected``, ``comparisons`` and ``detectable``, and sets ``within_noise`` by the corrected p.
+    """
     tested = [difference for difference in differences if difference["p"] is not None]
     corrected = holm([difference["p"] for difference in tested])
     for difference, p in zip(tested, corrected):

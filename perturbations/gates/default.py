@@ -171,7 +171,7 @@ class BoundGate:
         self._names = tuple(initial_state)
         self._start = torch.tensor([*initial_state.values()], dtype=torch.float32, device=device)  # (names,)
         # The states of the further gate after the latest positions, (rows, _POSITIONS, names).
-        self._own_states = self._start.repeat(rows, _POSITIONS, 1)
+        self._further_states = self._start.repeat(rows, _POSITIONS, 1)
 
     @property
     def tracks_tokens(self) -> bool:
@@ -179,13 +179,13 @@ class BoundGate:
         return self._until is not None
 
     @property
-    def has_state(self) -> bool:
+    def further_has_state(self) -> bool:
         """Whether the further gate has a state, so that :meth:`advance` must see every token."""
         return bool(self._names)
 
     @property
     def always_open(self) -> bool:
-        """Whether every selected position passes, so that nothing needs to be evaluated on the device."""
+        """Whether :meth:`open` and :meth:`feeds` hold everywhere, so that :meth:`verdict` need not evaluate them."""
         conditions = (self._until, self._protected, self._options.entropy_min, self._options.gate)
         return all(condition is None for condition in conditions)
 
@@ -202,14 +202,14 @@ class BoundGate:
     @property
     def state(self) -> tuple[Tensor, ...]:
         """The tensors that :meth:`observe` and :meth:`advance` change, each with a row for every trajectory."""
-        return self._ended, self._states, self._own_states
+        return self._ended, self._states, self._further_states
 
     def grow(self, rows: int) -> None:
         """Makes room for ``rows`` trajectories; the state of the present ones stays."""
         added = rows - len(self._ended)
         self._states = torch.cat([self._states, self._states.new_zeros((added, _POSITIONS))])
         self._ended = torch.cat([self._ended, self._ended.new_full((added,), _NEVER)])
-        self._own_states = torch.cat([self._own_states, self._start.repeat(added, _POSITIONS, 1)])
+        self._further_states = torch.cat([self._further_states, self._start.repeat(added, _POSITIONS, 1)])
 
     def reset(self, row: int, prompt: Sequence[int] = ()) -> None:
         """Starts a new trajectory in a row. Its thinking has ended if the prompt ends with the text of ``until``."""
@@ -221,8 +221,8 @@ class BoundGate:
                 ended = -1  # before every position
         self._states[row] = state
         self._ended[row] = ended
-        if self.has_state:
-            self._own_states[row] = self._start
+        if self.further_has_state:
+            self._further_states[row] = self._start
 
     @property
     def plans(self) -> bool:
@@ -285,10 +285,10 @@ class BoundGate:
     def _seen(self, rows: Tensor, step: Step, first: Tensor) -> GateStep:
         """What the further gate sees at each position."""
         generated = step.positions - first
-        if not self.has_state:
+        if not self.further_has_state:
             return GateStep.of(step, generated)
         previous_column = (step.positions - 1) % _POSITIONS
-        state_values = self._own_states[rows, previous_column]  # (B, names)
+        state_values = self._further_states[rows, previous_column]  # (B, names)
         state = dict(zip(self._names, state_values.unbind(-1)))
         return GateStep.of(step, generated, state)
 
@@ -299,7 +299,7 @@ class BoundGate:
         state_by_name = self._further.advance(self._seen(rows, step, first), fed)
         state = torch.stack([state_by_name[name].float() for name in self._names], dim=-1)  # (B, names)
         column = step.positions % _POSITIONS
-        self._own_states[rows, column] = torch.where(kept.unsqueeze(-1), state, self._own_states[rows, column])
+        self._further_states[rows, column] = torch.where(kept.unsqueeze(-1), state, self._further_states[rows, column])
 
     def matched(self, rows: Tensor, positions: Tensor) -> Tensor:
         """The states of `StopText` before each position, (B,) int64."""

@@ -95,7 +95,7 @@ class Latent(LikeliestTokens):
             uses_bounded = (replayed.advantages <= 0.0).unsqueeze(-1) & (delta < 0.0)
             terms_with_bounded_gradient = terms.detach() + bounded - bounded.detach()
             terms = torch.where(uses_bounded, terms_with_bounded_gradient, terms)
-        return torch.where(support, terms, 0.0).sum(dim=-1) / support.sum(dim=-1).clamp_min(1)
+        return densities.mean_of_used(terms, support)
 
     def _exact(self, replayed: Replayed, scores: Tensor, support: Tensor) -> Tensor:
         """The density ``exact``, (N,), of y_i = log p_i(θ) + s (g_i + 1.5) with Gumbel noise g.

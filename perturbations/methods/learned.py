@@ -28,7 +28,9 @@ class HRPO(LikeliestTokens):
     module_options = ("start",)
 
     k: int = option(32, "likeliest tokens in the mixture; the paper takes all", low=1)
-    start: float = option(0.99, "smallest a at the start, of open gates; the largest is 0.999", above=0.0, high=0.999)
+    start: float = option(
+        0.99, "the token's factor a starts between this and 0.999 where σ(W_r e) = 1", above=0.0, high=0.999
+    )
     gate_lr: float | None = option(1e-4, "learning rate of W_r and W_i; none for the policy's", above=0.0)
     lambda_lr: float | None = option(1e-3, "learning rate of Λ; none for the policy's", above=0.0)
     perturb_eval: bool = option(True, "blend in evaluation too: the gate is a part of what was trained")
@@ -109,7 +111,9 @@ class TARPO(LikeliestTokens):
     decision_weight: float = option(0.1, "weight of log π of the decision next to log π of the token", low=0.0)
     router_lr: float | None = option(1e-4, "learning rate of the router; none for the policy's", above=0.0)
     density: str = option(
-        "decision", "what the loss weighs; token: without decision, so the router stays", choices=("decision", "token")
+        "decision",
+        "what the loss weighs: token and decision, or the token alone, which leaves the router untrained",
+        choices=("decision", "token"),
     )
     perturb_eval: bool = option(True, "route in evaluation too: the router is a part of what was trained")
 

@@ -148,7 +148,7 @@ class ExactIndex(TableIndex):
             return torch.mm(vectors, self._rows.T, out_dtype=torch.float32)
         vectors = vectors.float()
         products = torch.empty(len(vectors), len(self._rows), device=vectors.device)
-        # In blocks where rows need to be converted, and for l1.
+        # Rows are converted to float32, and l1 distances computed, block by block, to bound the memory.
         is_one_product = self._rows.dtype == torch.float32 and self.metric != "l1"
         block = len(self._rows) if is_one_product else self._block
         for start in range(0, len(self._rows), block):

@@ -97,11 +97,11 @@ class ReplayRecord:
         """Raises ``ValueError`` for a record of another model; ``module``: whether a perturbation's is attached."""
         without_module = model_fingerprint(vocabulary, hidden)
         with_module = model_fingerprint(vocabulary, hidden, module=True)
-        passed_a_module = self.model == with_module
-        passed_no_module = self.model == without_module and not passed_a_module
-        if module is True and passed_no_module:
+        # The two fingerprints of a shape may be equal, and then do not say whether inputs passed a module.
+        says_module = with_module != without_module
+        if module is True and says_module and self.model == without_module:
             raise ValueError("replay record: its inputs passed no learned module, and this model has one. Detach it.")
-        if module is False and passed_a_module:
+        if module is False and says_module and self.model == with_module:
             raise ValueError(
                 "replay record: its inputs passed the perturbation's learned module, and this model has none."
                 " Attach it: perturbations.parameters.attach(model, perturbation)."

@@ -10,7 +10,8 @@ from functools import partial
 from typing import Any
 
 from perturbations import Gate, Perturbation, ReplayBuffer, registry, user_files
-from perturbations.options import Limits, Options, coerce
+from perturbations.errors import UsageError
+from perturbations.options import Limits, Options, annotation, check_redeclared, coerce, scalar_kind
 from perturbations.testing import buffer as buffer_checks
 from perturbations.testing import gate as gate_checks
 from perturbations.testing import proposal
@@ -120,6 +121,7 @@ def _perturbation_checks(perturbation: Perturbation) -> _Checks:
         yield Check(f"proposals for {label}", check, needed=number == 0)
     _, step = proposal.steps(vocabulary)[1]
     yield Check("no wait for the device", partial(proposal.check_waits, perturbation, step))
+    yield Check("positions at which it acts", partial(proposal.check_acts, perturbation, vocabulary))
 
 
 def _gate_checks(gate: Gate) -> _Checks:
@@ -131,6 +133,7 @@ def _gate_checks(gate: Gate) -> _Checks:
     for number, (label, step) in enumerate(proposal.steps(64)):
         check = partial(gate_checks.check_open, gate, label, step)
         yield Check(f"open rows for {label}", check, needed=number == 0)
+    yield Check("positions at which it is open", partial(gate_checks.check_is_open, gate))
 
 
 def _buffer_checks(buffer: ReplayBuffer) -> _Checks:
@@ -215,16 +218,20 @@ def _check_declaration(kind: registry.Registry, cls: type, field: dataclasses.Fi
     expect(field.default is not dataclasses.MISSING, f"{label} has no default.", declare)
     expect(field.metadata.get("help"), f"{label} has no help text for `ngrpo train --help`.", declare)
     try:
+        check_redeclared(cls, field, kind.kind)
+    except UsageError as error:
+        raise PerturbationError(f"{cls.name}: {error}", "Correct the class.") from error
+    expect(
+        field.metadata.get("registry") is not None or scalar_kind(cls, field.name) is not None,
+        f"{label} has a type that a command line cannot give ({annotation(cls, field.name)}).",
+        "Annotate it as int, float, bool or str, or one of these with `| None`.",
+    )
+    try:
         coerce(cls, field, field.default, kind.kind)
     except ValueError as error:
         raise PerturbationError(
             f"{label} refuses its own default {field.default!r}: {error}",
             "Change the default or the range.",
-        ) from error
-    except Exception as error:
-        raise PerturbationError(
-            f"{label} has a type that a command line cannot give ({type(error).__name__}: {error}).",
-            "Annotate it as int, float, bool or str, or one of these with `| None`.",
         ) from error
 
 

@@ -2,6 +2,7 @@
 """Checks of a gate: its plan, its state, and what it decides on steps of a small synthetic model."""
 
 import dataclasses
+import logging
 from collections.abc import Mapping
 
 import numpy as np
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from perturbations import Gate, GateStep, Positions, Step
+from perturbations.testing.proposal import steps
 from perturbations.testing.report import (
     PerturbationError,
     answered,
@@ -18,6 +20,8 @@ from perturbations.testing.report import (
     without_global_draws,
 )
 from perturbations.testing.waits import check_without_values
+
+_log = logging.getLogger(__name__)
 
 
 def check_decides(gate: Gate) -> None:
@@ -150,3 +154,27 @@ def check_open(gate: Gate, label: str, step: Step) -> None:
     if state:
         check_answers(where, "advance()", checked_advance, gate_step)
         check_without_values(where, "advance()", advance, gate_step)
+
+
+def check_is_open(gate: Gate) -> None:
+    """Logs a note where the gate is open at no position: that breaks no promise, but a run would be unperturbed."""
+    try:
+        is_planned = bool(_plan(gate, _positions_of_three_trajectories()).any())
+        is_open = any(bool(gate.open(_late_step(gate, step)).any()) for _, step in steps(64))
+    except Exception:  # the checks of plan() and open() report it
+        return
+    if is_planned and is_open:
+        return
+    method = "open()" if is_planned else "plan()"
+    _log.warning(
+        "%s: %s opens none of the positions of this check. If it opens none of a model either, the run is unperturbed.",
+        gate.name,
+        method,
+    )
+
+
+def _late_step(gate: Gate, step: Step) -> GateStep:
+    """A step whose rows are at generated positions from 1 to 4096, with the initial state."""
+    rows = torch.arange(len(step.logits))
+    state = {name: torch.full((len(rows),), float(value)) for name, value in gate.initial_state().items()}
+    return GateStep.of(step, generated=4**rows, state=state)

@@ -94,12 +94,16 @@ def with_hidden(step: Step, module: nn.Module | None, size: int = _DIMENSION) ->
     return dataclasses.replace(step, hidden=hidden, module=module)
 
 
+def _readable(perturbation: Perturbation, step: Step) -> Step:
+    """A step with the hidden states and the module, where the perturbation reads them."""
+    return with_hidden(step, perturbation.module(_DIMENSION)) if perturbation.reads_hidden else step
+
+
 def check_step(perturbation: Perturbation, label: str, step: Step) -> None:
     """The proposals for one step: valid, repeatable, and each row's own."""
     where = f"{perturbation.name}, {label}:"
     method = f"propose(){user_files.place(perturbation.propose)}"
-    if perturbation.reads_hidden:
-        step = with_hidden(step, perturbation.module(_DIMENSION))
+    step = _readable(perturbation, step)
 
     def proposed(step: Step) -> Proposal:
         proposal = answered(f"{where} propose()", lambda: perturbation.propose(step), _expected_shapes(step))
@@ -131,8 +135,26 @@ def _expected_shapes(step: Step) -> str:
     """The shapes of a step and of the proposal for it, in a sentence."""
     rows, vocabulary = step.logits.shape
     return (
-        f"In this check step.logits is ({rows}, {vocabulary}) and step.sampled ({rows},). Return ids ({rows}, k) in"
-        f" int64, weights ({rows}, k) in float32 and tokens ({rows},) in int64, for any logits and any number of rows."
+        f"In this check step.logits is ({rows}, {vocabulary}), the smallest vocabulary that check_model accepts, and"
+        f" step.sampled ({rows},). Return ids ({rows}, k) in int64, weights ({rows}, k) in float32 and tokens ({rows},)"
+        " in int64, for any logits and any number of rows."
+    )
+
+
+def check_acts(perturbation: Perturbation, vocabulary: int) -> None:
+    """Logs a note where the perturbation acts at no position: that breaks no promise, but a run would do nothing."""
+    for _, step in steps(vocabulary):
+        try:
+            acts = perturbation.propose(_readable(perturbation, step)).acts
+            acts_somewhere = acts is None or bool(acts.any())
+        except Exception:  # the check of this step reports it
+            return
+        if acts_somewhere:
+            return
+    _log.warning(
+        "%s acts at 0 of %d positions of this check. If it acts at none of a model either, the run is unperturbed.",
+        perturbation.name,
+        ROWS * len(steps(vocabulary)),
     )
 
 

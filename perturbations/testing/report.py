@@ -93,10 +93,23 @@ def answered(label: str, call: Callable[[], _Result], fix: str = "It must accept
         return call()
     except Exception as error:
         fault = user_files.fault(error)
+        fix = _hint(error, fault or "") + fix
         if fault is not None:
             what = fault.removesuffix(user_files.FIX_THAT_LINE).rstrip()
             raise NoAnswer(f"{label}: {what}", f"Correct that line. {fix}") from error
         raise NoAnswer(f"{label} raises {type(error).__name__}: {error}", fix) from error
+
+
+def _hint(error: Exception, fault: str) -> str:
+    """The declaration that is likely to be missing in the class, as a sentence and a space; empty if none is.
+
+    ``fault``: the error with its line of the user's file, which names the value.
+    """
+    if isinstance(error, KeyError) and "state[" in fault:
+        return 'step.state has the names of initial_state(self), such as {"spent": 0}. '
+    if "'NoneType'" in str(error) and "hidden" in fault:
+        return "step.hidden is None unless the class says reads_hidden = True. "
+    return ""
 
 
 def differing(one: object, two: object, exact: bool = False, name: str = "it") -> str | None:

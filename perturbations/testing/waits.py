@@ -12,12 +12,15 @@ from torch._ops import OpOverload
 from torch._subclasses import fake_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from perturbations import GateStep, Step
+from perturbations import GateStep, Step, user_files
 from perturbations.embeddings import matrix_embeddings
 from perturbations.testing.report import PerturbationError, mapped
 
 # The calls that a user writes, by torch's names of their operations.
-_CALLS = {"aten._local_scalar_dense.default": "item()", "aten._to_copy.default": "cpu()"}
+_CALLS = {
+    "aten._local_scalar_dense.default": "item(), which an `if` on a tensor calls too",
+    "aten._to_copy.default": "cpu()",
+}
 
 
 class _Waits(TorchDispatchMode):
@@ -78,7 +81,7 @@ def check_without_values(where: str, method: str, call: Callable[[Any], Any], st
                 return  # torch has no fake form of an operation, so nothing can be said
             operation = str(getattr(error, "func", "numpy()"))
             raise PerturbationError(
-                f"{where} {method} waits for the device ({_CALLS.get(operation, operation)}): the rollout would stop"
-                " there at every token.",
+                f"{where} {method}{user_files.line(error)} waits for the device ({_CALLS.get(operation, operation)}):"
+                " the rollout would stop there at every token.",
                 "No .item(), .cpu() or nonzero(), no `if` on a tensor, no indexing with a mask: use torch.where.",
             ) from error

@@ -120,7 +120,7 @@ MUTATIONS = {
         ("ratio.clamp(self.low, self.high)", "ratio", "centering: weights without bounds"),
         ("ratio, 0.0)\n        return", "ratio, 1.0)\n        return", "centering: dropped weights are 1"),
         ("* (sampler.temperature / temperature)", "* torch.ones_like(temperature)", "centering: e3's temperature"),
-        ("of_request / factor", "of_request * factor", "centering: a hot schedule is taken for a cold one"),
+        ("request_logits / factor", "request_logits * factor", "centering: a hot schedule is taken for a cold one"),
         ("position - records[sample].prompt_tokens", "position", "centering: the prompt's tokens are generated ones"),
         (
             "position in perturbed_by_sample[sample]\n",
@@ -129,7 +129,7 @@ MUTATIONS = {
         ),
         ("ids is not None and not sampler.corrects_mask", "False", "centering: q of the filters is forgotten"),
         ("old_log_probs - mean_of_scores", "old_log_probs + mean_of_scores", "centering: the mean is added"),
-        ("(of_mean - of_mean.detach())", "of_mean", "centering: the logged loss moves"),
+        ("(centering_loss - centering_loss.detach())", "centering_loss", "centering: the logged loss moves"),
         (
             "rollout_log_probs=old_log_probs,",
             "rollout_log_probs=rollout_log_probs,",

@@ -17,10 +17,10 @@ MUTATIONS = {
             "rewards: evaluation needs the names of the parameters",
         ),
         ("own_label = deepcopy(label)", "own_label = label", "rewards: a function changes the next response's label"),
-        ("if name in logs]", "if False]", "rewards: extra_logs replace OpenRLHF's reward"),
+        ("if name in _OF_OPENRLHF or", "if", "rewards: extra_logs replace OpenRLHF's reward"),
     ],
     ("ngrpo/methods/scoring/reward_calls.py", _CHECKED): [
-        ("while isinstance(flat, list | tuple)", "if isinstance(flat, list | tuple)", "rewards: a nested list of one"),
+        ("(flat,) = flat", "break", "rewards: a nested list of one"),
     ],
     ("ngrpo/methods/scoring/reward_alarms.py", _CALLS): [
         ("return None not in values", "return True", "alarms: options that may have the argument are named"),
@@ -33,7 +33,10 @@ MUTATIONS = {
         ("experience.rewards = rewards.reshape(count)", "experience.rewards = rewards", "rewards: a column of a model"),
     ],
     ("ngrpo/trainers/openrlhf/rewards.py", _CHECKED): [
-        ("if response.get(name) is not None", "if False", "rewards: an agent's are not looked at"),
+        ('if response.get("scores") is not None', "if False", "rewards: an agent's scores are not looked at"),
+        ("elif not self._has_reward_model:", "elif False:", "rewards: an agent gives none, and no model does"),
+        ("if 400 <= response.status < 500", "if False", "rewards: a refused request is repeated"),
+        (" and response.status not in _TEMPORARY", "", "rewards: a server that is busy ends the run"),
     ],
     ("ngrpo/trainers/openrlhf/actor_trainer.py", _FAULTS): [
         (" if update > updates_before]", "]", "zero gradients: the norm of the last rollout counts"),

@@ -71,6 +71,17 @@ def write(path: str, name: str = "Mine", decorator: str = "", default: str = "0.
     return path
 
 
+def install(folder: Path, monkeypatch: pytest.MonkeyPatch, registry_of_kind: registry.Registry, entries: str) -> None:
+    """Writes what pip leaves behind for a package ``their_dist`` with entry points: lines ``name = module:Class``."""
+    info = folder / "their_dist-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: their_dist\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[{registry_of_kind.group}]\n{entries}")
+    monkeypatch.syspath_prepend(folder)
+    # Entry points with a name of the tree are read once in a process, which may have been before this test.
+    monkeypatch.setattr(registry_of_kind, "hidden", registry.Registry.hidden.func(registry_of_kind))
+
+
 def message(call) -> str:
     with pytest.raises(ValueError) as error:
         call()

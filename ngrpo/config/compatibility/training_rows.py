@@ -230,19 +230,19 @@ _NOISE_AND_SCHEDULE = (
     ),
     Row(
         what=features.NO_WEIGHTS,
-        conflicts_with=features.NOISE_BY_WEIGHTS,
+        conflicts_with=features.NOISE_BY_DIVERGENCE,
         why="the noise follows the rollouts' log-probabilities, which need the weights",
         fix="leave --algo.advantage.is_correction_level at token",
     ),
     Row(
         what=features.NO_WEIGHTS,
-        conflicts_with=features.SCHEDULE_BY_WEIGHTS,
+        conflicts_with=features.SCHEDULE_BY_TRAINING,
         why="the schedule follows the rollouts' log-probabilities, which need the weights",
         fix="leave --algo.advantage.is_correction_level at token",
     ),
     Row(
         what=flag("--train.async_enable"),
-        conflicts_with=features.SCHEDULE_BY_WEIGHTS,
+        conflicts_with=features.SCHEDULE_BY_TRAINING,
         why="rollouts are drawn before the step that their temperature follows from",
     ),
     Row(
@@ -250,8 +250,8 @@ _NOISE_AND_SCHEDULE = (
         conflicts_with=features.unsampled,
         why="the perturbation's text is not sampled, so the importance weights π / π_rollout would be those of another"
         " distribution",
-        fix="sample the text, leave one of them out, or add --algo.advantage.is_correction_level off where the method"
-        " does not need the weights",
+        fix="sample the text (a class of your own that does so says `samples_text = True`), leave one of them out, or"
+        " add --algo.advantage.is_correction_level off where the method does not need the weights",
     ),
     Row(
         what=features.EVALUATED_SCHEDULE,

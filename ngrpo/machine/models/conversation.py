@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prompts as the model sees them: one function renders a conversation for training, evaluation and diagnosis."""
 
+import ast
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from enum import Enum
@@ -35,6 +37,8 @@ _RESERVED_ARGUMENTS = (
 )
 # A template that expects content as a text, but gets parts, prints the parts as Python or JSON.
 _PRINTED_PARTS = ("{'type': 'text'", '{"type": "text"')
+# numpy prints a nested array as array([...], dtype=object), and `pandas` reads lists in parquet as arrays.
+_PRINTED_ARRAY = re.compile(r"array\(|,\s*dtype=object\)")
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -69,6 +73,8 @@ class ValueKind(Enum):
         """What its user can do about a prompt of a kind that :func:`fault` returns."""
         if self is ValueKind.ANSWERED_MESSAGES:
             return "Leave the last message out: the model writes the response that would follow."
+        if self is ValueKind.MESSAGES_AS_TEXT:
+            return "Store the list itself, in JSONL, JSON or parquet; a CSV file has texts alone."
         return 'A prompt is a text, or a list of chat messages: {"role": "user", "content": "…"}.'
 
 
@@ -79,10 +85,12 @@ def fault(prompt: object) -> ValueKind | None:
     assistant's. ``MESSAGES_WITH_PICTURES`` are accepted by the training of an image model only.
     """
     if isinstance(prompt, str):
-        return None if prompt.strip() else ValueKind.EMPTY
+        if not prompt.strip():
+            return ValueKind.EMPTY
+        return ValueKind.MESSAGES_AS_TEXT if _is_messages_as_text(prompt) else None
     if not isinstance(prompt, (list, tuple)):
         return ValueKind.NEITHER_TEXT_NOR_LIST
-    if not prompt or not all(isinstance(message, dict) and "role" in message for message in prompt):
+    if not _have_roles(prompt):
         return ValueKind.LIST
     for call in _tool_calls(prompt):
         if not isinstance(call, dict) or not isinstance(call.get("function", {}), dict):
@@ -103,6 +111,29 @@ def fault(prompt: object) -> ValueKind | None:
     if prompt[-1]["role"] == "assistant":
         return ValueKind.ANSWERED_MESSAGES
     return None
+
+
+def _is_messages_as_text(text: str) -> bool:
+    """Whether a text is a list of messages, written as JSON or as Python or numpy prints it."""
+    text = text.strip()
+    if not text.startswith("[") or "role" not in text:
+        return False
+    for parse in (json.loads, _printed_list):
+        with suppress(ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+            value = parse(text)
+            return isinstance(value, list) and _have_roles(value)
+    return False
+
+
+def _printed_list(text: str) -> Any:
+    """The value of a printed list; numpy prints no commas between the objects of an array."""
+    without_arrays = _PRINTED_ARRAY.sub("", text)
+    return ast.literal_eval(re.sub(r"\}\s+\{", "}, {", without_arrays))
+
+
+def _have_roles(messages: Sequence[object]) -> bool:
+    """Whether there are messages, each an object with a role."""
+    return bool(messages) and all(isinstance(message, dict) and "role" in message for message in messages)
 
 
 def _tool_calls(messages: Messages) -> Iterator[Any]:

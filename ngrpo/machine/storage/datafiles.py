@@ -95,7 +95,8 @@ def label_of(value: object) -> Any:
     """A label as a reward function gets it, in training and in evaluation: a text; a list or an object as it is.
 
     A number is its text, since a CSV file has texts alone and most rewards compare texts: 7.0 is ``7``, and 1e-7 is
-    ``0.0000001``. Some programs write texts into parquet as bytes; ``UsageError`` for bytes that are not UTF-8.
+    ``0.0000001``. A boolean is ``True`` or ``False``, and a date ``2024-01-01``. Some programs write texts into parquet
+    as bytes; ``UsageError`` for bytes that are not UTF-8.
     """
     if is_nothing(value):
         return ""
@@ -193,11 +194,11 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
     for batch in file.iter_batches(1024):
         for row in batch.to_pylist():
             for column in batch.schema:
-                row[column.name] = _with_shortest_floats(row[column.name], column.type)
+                row[column.name] = with_shortest_floats(row[column.name], column.type)
             yield row if decoded is None else decoded(row)
 
 
-def _with_shortest_floats(value: object, kind: "DataType") -> object:
+def with_shortest_floats(value: object, kind: "DataType") -> object:
     """A value of an Arrow type with the shortest number for each float16 and float32: 0.1, and not 0.10000000149."""
     from pyarrow import types
 
@@ -205,10 +206,10 @@ def _with_shortest_floats(value: object, kind: "DataType") -> object:
         width = kind.to_pandas_dtype()
         return float(str(width(value)))
     if isinstance(value, dict) and types.is_struct(kind):
-        return {field.name: _with_shortest_floats(value[field.name], field.type) for field in kind}
+        return {field.name: with_shortest_floats(value[field.name], field.type) for field in kind}
     is_list = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
     if isinstance(value, list) and is_list:
-        return [_with_shortest_floats(item, kind.value_type) for item in value]
+        return [with_shortest_floats(item, kind.value_type) for item in value]
     return value
 
 

@@ -37,8 +37,6 @@ class Advantage(Options, ABC):
     paper: ClassVar[str] = "none named"
     # The numbers that it needs besides the rewards: a name of FURTHER, or none.
     needs: ClassVar[str] = ""
-    # Another way to write needs = "counts".
-    counted: ClassVar[bool] = False
     # Whether each group's advantages sum to 0, whatever its rewards.
     sums_to_zero: ClassVar[bool] = False
     # Whether responses that the length limit has cut off are left out of their groups, with advantage 0.
@@ -48,8 +46,6 @@ class Advantage(Options, ABC):
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        if vars(cls).get("counted"):
-            cls.needs = "counts"
         if cls.needs not in ("", *FURTHER):
             raise UsageError(f"advantage {cls.__name__}: needs={cls.needs!r}; must be one of {', '.join(FURTHER)}.")
 

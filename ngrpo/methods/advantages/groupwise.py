@@ -36,7 +36,7 @@ class GroupNorm(Advantage):
         return normalised(rewards)
 
     def largest(self, size: int) -> float:
-        """A bound of the advantage of an only right response, (n − 1) / √n."""
+        """√n, which is above (n − 1) / √n, the advantage of an only right response."""
         return size**0.5
 
 

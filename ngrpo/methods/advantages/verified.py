@@ -192,7 +192,7 @@ class SingleStream(VerifiedAdvantage):
         return rewards - require(further, self.needs)
 
     def largest(self, size: int) -> float:
-        """A bound of the advantage of an only right response, (n − 1) / √n."""
+        """√n, which is above (n − 1) / √n, the advantage of an only right response."""
         return size**0.5
 
     def flags(self, flags: Flags) -> dict[str, Default]:

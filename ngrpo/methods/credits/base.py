@@ -129,10 +129,17 @@ class Credit(Options, ABC):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if type(self).marks is not Credit.marks and type(self).marked_loss is Credit.marked_loss:
+        has_marks = type(self).marks is not Credit.marks
+        has_marked_loss = type(self).marked_loss is not Credit.marked_loss
+        if has_marks and not has_marked_loss:
             raise UsageError(
                 f"credit {self.name!r}: {type(self).__qualname__} has marks and no marked_loss."
                 " Write marked_loss(self, tokens, marked, log_ratio), or leave marks out."
+            )
+        if has_marked_loss and not has_marks:
+            raise UsageError(
+                f"credit {self.name!r}: {type(self).__qualname__} has marked_loss and no marks, so nothing calls it."
+                " Write marks(self, tokens), or leave marked_loss out."
             )
 
     @abstractmethod

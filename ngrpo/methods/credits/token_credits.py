@@ -62,9 +62,11 @@ class FirstToken(Credit):
     wrong: str = option("zero", "what responses with A ≤ 0 get there: nothing, or A", choices=("zero", "keep"))
 
     def formula(self, tokens: StepTokens) -> Tensor:
-        """A, but 0 at first tokens in each group that has a response with A > 0.
+        """A, but 0 at some first tokens.
 
-        These are the first tokens of all its other responses, or with ``wrong=keep`` of those with A > 0.
+        In a group with responses of A > 0 the likeliest of these, by the mean log-probability of its tokens, keeps A
+        at its first token. The first tokens of the group's other responses get 0; with ``wrong=keep`` only those of
+        responses with A > 0.
         """
         if not len(tokens.answers):
             return tokens.advantages
@@ -180,10 +182,11 @@ class LpReg(Credit):
         return (log_probs <= threshold) & (tokens.advantages < 0.0)
 
     def marked_loss(self, tokens: LossTokens, marked: Tensor, log_ratio: Tensor) -> Tensor:
-        """β (q / π − 1 − log(q / π)) at the token y, 0 where y is noise, which estimates β KL(q ‖ π) by its gradient.
+        """β (q / π − 1 − log(q / π)) at the token y, and 0 where y is noise. Only its gradient counts.
 
         q = sg(π / Z) of tokens with π ≥ κ max π; Z is the sum of their probabilities. Both are at the sampling
-        temperature, by the policy of the update. The gradient is β (1 − 1 / Z) ∇log π(y).
+        temperature, by the policy of the update. The gradient is β (1 − 1 / Z) ∇log π(y). With β ∇log π(y) at noise it
+        would be that of β KL(q ‖ π) on average over y.
         """
 
         def mass_and_threshold(logits: Tensor) -> Tensor:

@@ -47,7 +47,7 @@ def same(gold: Answer, answer: Answer) -> bool:
     if gold.label and answer.label:
         if gold.label != answer.label:
             return False
-        if not (answer.items or answer.words):  # the answer is the label alone
+        if answer.words == (answer.label.lower(),):  # the answer is the label alone, which is read as its word too
             return True
     # The reference is a letter, and the answer that option with its text: "(B) 12".
     if gold.words and len(gold.words) == 1 and answer.label and gold.words[0] == answer.label.lower():
@@ -258,7 +258,7 @@ def compare(reference: str, text: str) -> Verdict:
     if not answer_text:
         return Verdict(UNREADABLE)
     gold = read(rewritten(last_boxed(reference) or reference))
-    answer = read(answer_text, finished=gold is not None and _asks_for_number(gold))
+    answer = read(answer_text, finished=gold is not None and _is_finished_number(gold))
     if gold is None and letters(answer_text) == letters(rewritten(reference)):
         return Verdict.of(True, letters(answer_text))  # a damaged reference has its text alone
     if answer is None:
@@ -270,8 +270,8 @@ def compare(reference: str, text: str) -> Verdict:
     return Verdict.of(right, gold.form if right else answer.form)
 
 
-def _asks_for_number(gold: Answer) -> bool:
-    """Whether an open operation, such as the question's ``2 + 3 * 4``, is no answer: the reference is one number."""
+def _is_finished_number(gold: Answer) -> bool:
+    """Whether the reference is one number without an operation to be done; then an answer 2 + 3 * 4 is refused."""
     is_number = len(gold.values) == 1 and bool(getattr(gold.values[0], "is_Rational", False))
     return is_number and not unfinished(gold.items)
 

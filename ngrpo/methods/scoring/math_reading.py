@@ -118,7 +118,8 @@ def read(text: str, finished: bool = False) -> Answer | None:
     time = _CLOCK.fullmatch(plain)
     if time:
         hours, minutes, half = time.groups()
-        return Answer(clock=Clock(int(hours), int(minutes), (half or "").lower()), form=f"{int(hours)}:{minutes}")
+        clock = Clock(int(hours), int(minutes), (half or "").lower())
+        return Answer(clock=clock, label=label, form=f"{int(hours)}:{minutes}")
     date = _DATE_OF_A_COUNTRY.fullmatch(plain)
     if date:
         day, sign, month, year = date.groups()

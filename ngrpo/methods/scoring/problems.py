@@ -5,7 +5,7 @@ import json
 import random
 import re
 import string
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import islice
@@ -33,6 +33,10 @@ BENCHMARKS = {
 """The papers' datasets by short name."""
 BOXED = "Reason step by step and put the final answer in \\boxed{}."
 LETTER = "Reason step by step and put the letter of the right option in \\boxed{}."
+INPUT = "input"
+"""The column of prompts in OpenRLHF's layout, unless another is named."""
+LABEL = "label"
+"""The column of references in OpenRLHF's layout, unless another is named."""
 
 _HUB = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(?::(?P<config>[\w.-]+))?(?:@(?P<split>[\w.-]+))?")
 # The split to take where none is named; a test set before the rest.
@@ -49,8 +53,8 @@ Messages = tuple[dict[str, Any], ...]
 def load_problems(
     source: str,
     *,
-    input_key: str = "input",
-    label_key: str = "label",
+    input_key: str = INPUT,
+    label_key: str = LABEL,
     scorer: str = "auto",
     limit: int | None = None,
     split: str | None = None,
@@ -64,8 +68,8 @@ def load_problems(
     Args:
         source: a name of :data:`BENCHMARKS`, a JSONL, JSON, CSV or parquet file, or a hub dataset
             ``owner/name[:config][@split]``.
-        input_key: column of prompts in OpenRLHF's layout.
-        label_key: column of references in OpenRLHF's layout.
+        input_key: column of prompts. Another than :data:`INPUT` must be in every row, and is read before any layout.
+        label_key: column of references, likewise; without an ``input_key`` it goes with the column of questions.
         scorer: ``auto`` (by layout), or one of :func:`ngrpo.workbench.evaluate.score`'s.
         limit: only the first N.
         split: of a hub dataset; the same as ``@split``.
@@ -75,7 +79,8 @@ def load_problems(
         report: called with a line that says how many were left out, and with warnings about a scorer's file.
 
     Raises:
-        UsageError: for a missing, empty or unknown dataset, a problem without an answer, or an unknown scorer.
+        UsageError: for a missing, empty or unknown dataset, a row without a column that is named, a problem without an
+            answer, or an unknown scorer.
     """
     if scorer != "auto":
         check_scorer_name(scorer)
@@ -221,20 +226,37 @@ def _layout(
 
     ``answered``: whether a question may lack the column of its answer, as another row has it.
     """
-    if "prompt" in row and "reward_model" in row:
+    has_named_input = input_key != INPUT
+    has_named_label = label_key != LABEL
+    if has_named_input:
+        _check_column(where, row, "--input-key", input_key)
+    if has_named_label:
+        _check_column(where, row, "--label-key", label_key)
+    names_columns = has_named_input or has_named_label
+    if not names_columns and "prompt" in row and "reward_model" in row:
         return "verl", _verl
     if input_key in row:
         return "OpenRLHF", lambda row: _openrlhf(row, input_key, label_key, takes_any_label=scorer.endswith(".py"))
-    if set(_GPQA) <= row.keys():
+    if not names_columns and set(_GPQA) <= row.keys():
         return "GPQA", _gpqa
-    if any(name in row for name in _QUESTIONS) and (answered or any(name in row for name in _ANSWERS)):
-        return "question and answer", _question
+    answers = (label_key,) if has_named_label else _ANSWERS
+    if any(name in row for name in _QUESTIONS) and (answered or any(name in row for name in answers)):
+        return "question and answer", lambda row: _question(row, answers)
     raise UsageError(
         f"{where} has an unknown layout: the columns are {', '.join(row)}. Known: verl's prompt and reward_model;"
         f" {input_key!r} and {label_key!r} (other columns with --input-key and --label-key); one of"
         f" {', '.join(_QUESTIONS)} with one of {', '.join(_ANSWERS)}; GPQA's Question, Correct Answer, Incorrect"
         " Answer 1 to 3."
     )
+
+
+def _check_column(where: str, row: Row, flag: str, name: str) -> None:
+    """Raises ``UsageError`` for a row without the column that a flag names."""
+    if name not in row:
+        raise UsageError(
+            f"{where} has no column {name!r} ({flag}).{nearest(name, row)} Its columns: {', '.join(row)}. Name the"
+            f" right one with {flag}."
+        )
 
 
 def _verl(row: Row) -> Problem:
@@ -286,7 +308,8 @@ def _gpqa(row: Row) -> Problem:
     return Problem(id="", messages=messages, answer=answer, scorer="choice", meta={"options": options})
 
 
-def _question(row: Row) -> Problem:
+def _question(row: Row, answers: Sequence[str]) -> Problem:
+    """``answers``: the columns that may hold the answer; the first that is there does."""
     for column in _OPTIONS:
         if row.get(column):
             raise UsageError(
@@ -294,7 +317,7 @@ def _question(row: Row) -> Problem:
                 " first, with the right letter as the answer, and leave the column out."
             )
     question = next((name for name in _QUESTIONS if name in row), "question")
-    column = next((name for name in _ANSWERS if name in row), "answer")
+    column = next((name for name in answers if name in row), "answer")
     answer = reference(row.get(column))
     if "####" in answer:  # GSM8K: the solution, then the result
         answer = answer.rpartition("####")[2].strip()

@@ -18,8 +18,19 @@ from perturbations.errors import UsageError, require
 SECONDS = "NGRPO_REWARD_SECONDS"
 _DEFAULT_SECONDS = 600.0
 _SHOWN = 200
-_OF_OPENRLHF = ("reward", "score", "response_clip_ratio")
-"""The metrics of a response that OpenRLHF's `samples_generator` has before it adds ``extra_logs``."""
+_OF_OPENRLHF = (
+    *("reward", "score", "response_clip_ratio", "response_length", "truncated", "total_length"),
+    *("kl", "logprobs_diff", "return", "group_reward_std"),
+    *("policy_loss", "entropy_loss", "ppo_clip_ratio", "ppo_kl", "vllm_kl", "is_filter_ratio"),
+    *("actor_lr", "actor_grad_norm", "critic_loss", "values", "critic_lr", "critic_grad_norm"),
+    *("dynamic_filtering_pass_rate", "generated_samples", "_num_samples", "_num_action_tokens", "_weights"),
+)
+"""The names of OpenRLHF 0.11.2's own metrics: of a response, of the actor and the critic, and of the step.
+
+``extra_logs`` with such a name would replace the metric, or be replaced by it.
+"""
+_PREFIXES_OF_OPENRLHF = ("rollout/", "timing/")
+"""The beginnings of further names of OpenRLHF's own metrics of the step."""
 
 
 class RewardFault(Exception):
@@ -94,15 +105,16 @@ def with_floats(result: object) -> dict[str, Any]:
     if result.get("scores") is not None:
         checked["scores"] = one_number("scores", result["scores"])
     if "extra_logs" in result:
-        checked["extra_logs"] = _checked_logs(result["extra_logs"] or {})
+        checked["extra_logs"] = checked_logs(result["extra_logs"])
     return {**result, **checked}
 
 
-def _checked_logs(logs: object) -> dict[str, float]:
+def checked_logs(logs: object) -> dict[str, float]:
     """The further metrics of one response, by name; ValueError unless they are numbers with names of their own."""
+    logs = logs or {}  # OpenRLHF takes None for no metrics
     if not isinstance(logs, Mapping):
         raise ValueError(f"{short(str(logs))} as 'extra_logs' where a dictionary of numbers is needed")
-    taken = [name for name in _OF_OPENRLHF if name in logs]
+    taken = [name for name in logs if name in _OF_OPENRLHF or str(name).startswith(_PREFIXES_OF_OPENRLHF)]
     if taken:
         raise ValueError(f"'extra_logs' with {taken[0]!r}, which is OpenRLHF's own metric: give it another name")
     return {name: one_number(f"extra_logs[{name!r}]", value) for name, value in logs.items()}
@@ -110,9 +122,14 @@ def _checked_logs(logs: object) -> dict[str, float]:
 
 def one_number(name: str, value: object) -> float:
     """The one finite number in a value, which may be a list, an array or a tensor of one; ValueError if it is none."""
-    flat = value.flatten().tolist() if hasattr(value, "flatten") else value  # numpy's arrays, torch's tensors
-    while isinstance(flat, list | tuple) and len(flat) == 1:
-        (flat,) = flat
+    flat = value
+    while True:
+        if hasattr(flat, "flatten"):  # numpy's and torch's numbers, arrays and tensors have it; a list may hold one
+            flat = flat.flatten().tolist()
+        elif isinstance(flat, list | tuple) and len(flat) == 1:
+            (flat,) = flat
+        else:
+            break
     try:
         number = float(flat) if isinstance(flat, int | float) else math.nan
     except OverflowError:  # of a whole number beyond the largest float

@@ -176,7 +176,7 @@ class CreditInLoss:
         return total + (marked_loss - marked_loss.detach()), *measures
 
 
-def behavior(action_mask: Tensor, carried: Sequence[TwoRounds | None]) -> tuple[Tensor, Tensor]:
+def behavior(action_mask: Tensor, rounds_by_response: Sequence[TwoRounds | None]) -> tuple[Tensor, Tensor]:
     """log π_old of second-round responses given the prompts they were drawn from, (B, A), 0 elsewhere; and where they
     are, (B, A) bool.
 
@@ -185,7 +185,7 @@ def behavior(action_mask: Tensor, carried: Sequence[TwoRounds | None]) -> tuple[
     mask = action_mask.bool().cpu()
     log_probs = torch.zeros(mask.shape)
     is_second = torch.zeros(mask.shape, dtype=torch.bool)
-    for row, rounds in enumerate(carried):
+    for row, rounds in enumerate(rounds_by_response):
         if rounds is None or rounds.log_probs is None:
             continue
         count = int(mask[row].sum())
@@ -207,10 +207,12 @@ class TwoRoundsLoss:
     ratio of value 1 has the value and the gradient of A · r. The rollout policy's importance weight is part of r.
     """
 
-    def __init__(self, method: SecondRound, loss: Loss, carried: Sequence[TwoRounds | None], action_mask: Tensor):
+    def __init__(
+        self, method: SecondRound, loss: Loss, rounds_by_response: Sequence[TwoRounds | None], action_mask: Tensor
+    ):
         self._method = method
         self._loss = loss
-        self._behavior_log_probs, self._is_second = behavior(action_mask, carried)
+        self._behavior_log_probs, self._is_second = behavior(action_mask, rounds_by_response)
 
     def __call__(
         self,

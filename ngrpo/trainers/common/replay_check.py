@@ -26,21 +26,21 @@ def check_replay(model: PreTrainedModel, log_probs: Callable[[Tensor, Tensor, Te
     embedding: Any = model.get_input_embeddings()
     reads_tokens = check_texts.reads_tokens_elsewhere(model.modules(), embedding)
 
-    def answers(texts: Mapping[str, list[int]]) -> dict[str, check_texts.Answer]:
+    def text_outputs(texts: Mapping[str, list[int]]) -> dict[str, check_texts.TextOutput]:
         sequences = torch.tensor(list(texts.values()))
         ones = torch.ones_like(sequences)
         rows = log_probs(sequences, ones[:, 1:], ones).float().cpu().numpy()
-        return {name: check_texts.Answer(row) for name, row in zip(texts, rows)}
+        return {name: check_texts.TextOutput(row) for name, row in zip(texts, rows)}
 
     def compare(texts: check_texts.CheckTexts) -> list[check_texts.Comparison]:
         text = texts.text
-        plain = answers({"first": texts.first, "text": text, "last": texts.last, "swapped": texts.swapped})
+        plain = text_outputs({"first": texts.first, "text": text, "last": texts.last, "swapped": texts.swapped})
         other = check_texts.record_of({texts.row: texts.other}, 1, len(text))
         own = check_texts.record_of({texts.row: texts.own}, 1, len(text))
         records = [None, other, own, None]
         mask = torch.ones(len(records), len(text), dtype=torch.int64)
         with ReplayScope(embedding, measure=False)(records, mask):
-            fed = answers({"first": texts.first, "other": text, "own": text, "last": texts.last})
+            fed = text_outputs({"first": texts.first, "other": text, "own": text, "last": texts.last})
         return check_texts.compared(plain, fed, texts.row, reads_tokens=reads_tokens, what="replayed", unit="sample")
 
     half, name = next(model.parameters()).dtype != torch.float32, type(model).__name__

@@ -108,14 +108,14 @@ class TokenDraws:
     def __len__(self) -> int:
         return len(self.places)
 
-    def block(self, part: slice) -> "TokenDraws":
+    def block(self, rows: slice) -> "TokenDraws":
         """Some of the draws."""
         return TokenDraws(
-            places=self.places[part],
-            ids_left=self.ids_left[part],
-            perturbed=self.perturbed[part],
-            generated=self.generated[part],
-            requests=self.requests[part],
+            places=self.places[rows],
+            ids_left=self.ids_left[rows],
+            perturbed=self.perturbed[rows],
+            generated=self.generated[rows],
+            requests=self.requests[rows],
         )
 
     def left(self, vocabulary: int, device: torch.device) -> Tensor:
@@ -169,9 +169,9 @@ def _scheduled(sampler: Sampler, draws: TokenDraws, logits: Tensor) -> Tensor:
 
     requests = draws.requests
     temperature = column([request.temperature for request in requests]).to(logits.dtype)  # (N,)
-    of_request = logits * (sampler.temperature / temperature).unsqueeze(-1)
+    request_logits = logits * (sampler.temperature / temperature).unsqueeze(-1)
     next_tokens = NextTokens(
-        logits=of_request,
+        logits=request_logits,
         temperature=temperature,
         generated=column(draws.generated),
         step=column([request.training_step for request in requests]),
@@ -179,7 +179,7 @@ def _scheduled(sampler: Sampler, draws: TokenDraws, logits: Tensor) -> Tensor:
         answers=column([request.answers for request in requests]),
     )
     factor = sampler.schedule.factor(next_tokens)
-    return of_request if factor is None else of_request / factor.unsqueeze(-1)
+    return request_logits if factor is None else request_logits / factor.unsqueeze(-1)
 
 
 class _Context(Protocol):
@@ -206,14 +206,14 @@ class _MeanScore(torch.autograd.Function):
         return torch.zeros(len(rows), dtype=logits.dtype, device=logits.device)
 
     @staticmethod
-    def backward(ctx: _Context, *of_outputs: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: _Context, *output_gradients: Tensor) -> tuple[Tensor, None, None]:
         logits, rows = ctx.saved_tensors
-        (of_scores,) = of_outputs
+        (score_gradients,) = output_gradients
         total = torch.zeros_like(logits)
         size = max(1, _BLOCK_ELEMENTS // logits.shape[-1])
         for start in range(0, len(rows), size):
             part = slice(start, min(start + size, len(rows)))
-            gradient = of_scores[part].unsqueeze(-1) * ctx.gradient(logits[rows[part]], part)
+            gradient = score_gradients[part].unsqueeze(-1) * ctx.gradient(logits[rows[part]], part)
             total[rows[part]] = gradient.to(total.dtype)
         return total, None, None
 
@@ -277,7 +277,7 @@ class ScoreCentering:
         ids_left: list[np.ndarray | None] = []
         perturbed: list[bool] = []
         generated: list[int] = []
-        of_requests: list[RequestedDraws] = []
+        requested_draws: list[RequestedDraws] = []
         samples, positions = positions_of_tokens(self._action_mask.cpu(), self._attention_mask.cpu())
         for place, (sample, position) in enumerate(zip(samples.tolist(), positions.tolist())):
             ids = left_by_sample[sample].get(position)
@@ -290,13 +290,13 @@ class ScoreCentering:
             perturbed.append(is_perturbed)
             generated.append(position - records[sample].prompt_tokens)
             if sampler.schedule is not None:
-                of_requests.append(require(requests[sample], "what the sampling schedule goes by"))
+                requested_draws.append(require(requests[sample], "what the sampling schedule goes by"))
         return TokenDraws(
             places=places,
             ids_left=ids_left,
             perturbed=np.array(perturbed, dtype=bool),
             generated=np.array(generated, dtype=np.int64),
-            requests=of_requests,
+            requests=requested_draws,
         )
 
     def _look(self, draws: TokenDraws, logits: Tensor, shape: tuple[int, ...]) -> None:
@@ -314,9 +314,9 @@ class ScoreCentering:
             return scores
 
         scores = _MeanScore.apply(logits.flatten(0, -2), rows[places], gradient)
-        of_tokens = torch.zeros(len(rows), dtype=scores.dtype, device=scores.device).index_copy(0, places, scores)
+        token_scores = scores.new_zeros(len(rows)).index_copy(0, places, scores)
         no_scores = torch.zeros(mask.shape, dtype=scores.dtype, device=scores.device)
-        self._mean_scores = no_scores.masked_scatter(mask, of_tokens)
+        self._mean_scores = no_scores.masked_scatter(mask, token_scores)
 
     def __call__(
         self,
@@ -335,7 +335,7 @@ class ScoreCentering:
         self._mean_scores = None
         result = self._loss(log_probs, old_log_probs, advantages, rollout_log_probs=rollout_log_probs, **kwargs)
         # The sum over v is a loss of its own, with ratio and weight 1: it is not clipped, and f is in its coefficients.
-        of_mean, *_ = self._loss(
+        centering_loss, *_ = self._loss(
             old_log_probs - mean_of_scores.to(old_log_probs.dtype),
             old_log_probs,
             advantages,
@@ -343,4 +343,4 @@ class ScoreCentering:
             **kwargs,
         )
         total, *measures = result
-        return total + (of_mean - of_mean.detach()), *measures
+        return total + (centering_loss - centering_loss.detach()), *measures

@@ -104,8 +104,8 @@ class PerturbedActorTrainer(WholeBatches):
                 failed = f"--credit {run.credit.name} did not come into effect"
                 stack.enter_context(log_probs.override_log_probs(credit.look, failed, fix="Take that path out."))
             if run.second_round is not None and not run.second_round.refines:
-                carried = sample_records.two_rounds(side_inputs, len(experience.action_mask))
-                loss = TwoRoundsLoss(run.second_round, loss, carried, experience.action_mask)
+                rounds_by_response = sample_records.two_rounds(side_inputs, len(experience.action_mask))
+                loss = TwoRoundsLoss(run.second_round, loss, rounds_by_response, experience.action_mask)
             stats, action_densities = stack.enter_context(
                 model_actors.replayed(
                     self.actor,

@@ -306,8 +306,8 @@ def drawn_as_trained(experience: Experience) -> Tensor:
 
     A second round's responses to another prompt are not: their log-probabilities differ by the prompt.
     """
-    carried = sample_records.two_rounds(experience.mm_train_inputs, len(experience.action_mask))
-    _, is_second = policy_loss.behavior(experience.action_mask, carried)
+    rounds_by_response = sample_records.two_rounds(experience.mm_train_inputs, len(experience.action_mask))
+    _, is_second = policy_loss.behavior(experience.action_mask, rounds_by_response)
     return experience.action_mask.bool() & ~is_second
 
 
@@ -338,22 +338,22 @@ def second_round_measures(experiences: Sequence[Experience], method: SecondRound
     second round; refinements have no such ratio. For them, ``drafts`` is the mean reward of the first round's
     responses, and ``best_draft`` that of each prompt's best one.
     """
-    carried: list[sample_records.TwoRounds | None] = []
+    rounds_by_response: list[sample_records.TwoRounds | None] = []
     log_ratios: list[Tensor] = []
     for experience in experiences:
         of_batch = sample_records.two_rounds(experience.mm_train_inputs, len(experience.action_mask))
-        carried.extend(of_batch)
+        rounds_by_response.extend(of_batch)
         behavior_log_probs, is_second = policy_loss.behavior(experience.action_mask, of_batch)
         log_probs = experience.action_log_probs.float()
         log_ratio = log_probs - behavior_log_probs.to(log_probs.device)
         log_ratios.append(log_ratio[is_second].cpu())
-    with_second_round = [rounds for rounds in carried if rounds is not None]
+    with_second_round = [rounds for rounds in rounds_by_response if rounds is not None]
     from_second_round = with_second_round
     if not method.refines:
         from_second_round = [rounds for rounds in with_second_round if rounds.log_probs is not None]
     measures = {
-        "asked": len(with_second_round) / len(carried),
-        "trained": len(from_second_round) / len(carried),
+        "asked": len(with_second_round) / len(rounds_by_response),
+        "trained": len(from_second_round) / len(rounds_by_response),
     }
     if with_second_round:
         # A mean over samples is one over prompts, since all prompts have as many samples.

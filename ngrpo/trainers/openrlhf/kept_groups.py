@@ -51,6 +51,7 @@ class KeptGroups:
         self._lines: list[dict[str, Any]] = []
         if step:
             self._lines = [line for line in read(folder) if line["step"] <= step]
+        # A resumed run goes on with the stride of its kept steps. The gcd of no distances is 0.
         steps = [line["step"] for line in self._lines]
         distances = [later - earlier for earlier, later in itertools.pairwise(steps)]
         self._stride = math.gcd(*distances) or 1

@@ -3,12 +3,18 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ngrpo.machine.storage.datafiles import ENDINGS, Row, is_nothing, label_of, read_rows
+from ngrpo.machine.storage.datafiles import ENDINGS, Row, is_nothing, label_of, read_rows, with_shortest_floats
 from ngrpo.machine.upstream.patch import around
 from ngrpo.machine.upstream.types import DeepspeedStrategy
 from perturbations.errors import UsageError, require
+
+if TYPE_CHECKING:
+    from pyarrow import DataType
+
+_TRAINED = ("--data.prompt_dataset", "--data.prompt_split")
+_EVALUATED = ("--eval.dataset", "--eval.split")
 
 
 class Place(NamedTuple):
@@ -24,10 +30,12 @@ class Source(NamedTuple):
     Attributes:
         subject: its flag and name, for messages.
         rows: a list, or a dataset of the hub, which decodes a row's pictures when it is read.
+        label_type: the Arrow type of a dataset's labels; None for a file's, in which floats are the shortest already.
     """
 
     subject: str
     rows: Sequence[Row]
+    label_type: "DataType | None" = None
 
 
 class PromptRows:
@@ -61,7 +69,10 @@ class PromptRows:
                         f"{source.subject}: row {place.row + 1} has no {column!r}. Give it one, or leave the row out."
                     )
             if self._label_key:
-                row[self._label_key] = label_of(row[self._label_key])
+                label = row[self._label_key]
+                if source.label_type is not None:
+                    label = with_shortest_floats(label, source.label_type)
+                row[self._label_key] = label_of(label)
             yield row
 
 
@@ -76,21 +87,34 @@ def blending_datasets(
     stopping_strategy: str = "all_exhausted",
     dataset_split: str = "train",
 ) -> PromptRows:
-    """`blending_datasets`: our reader reads files, OpenRLHF loads folders and datasets of the hub.
+    """`blending_datasets`: our reader reads files, OpenRLHF loads saved datasets and those of the hub.
 
     OpenRLHF loads files with the package `datasets`, which guesses one type for a column: the label "2024-01-01"
     becomes a datetime, and the labels 7 and 7.5 become 7.0 and 7.5.
     """
     args = require(require(strategy, "strategy").args, "strategy.args")
-    flag = "--data.prompt_dataset" if datasets == args.data.prompt_dataset else "--eval.dataset"
+    is_trained = datasets == args.data.prompt_dataset
+    flag, split_flag = _TRAINED if is_trained else _EVALUATED
     sources = []
     for name in datasets.split(","):
         name = name.strip()
+        subject = f"{flag} {name}"
         if Path(name).suffix in ENDINGS:
-            rows = read_rows(flag, name, int(max_count))
-        else:
+            sources.append(Source(subject, read_rows(flag, name, int(max_count))))
+            continue
+        try:
             rows = original(name, None, strategy, max_count=max_count, dataset_split=dataset_split)
-        sources.append(Source(f"{flag} {name}", rows))
+        except AttributeError as error:
+            # OpenRLHF 0.11.2 calls `select` on the dictionary of all splits where it lacks the one that is named.
+            if error.name != "select" or not isinstance(error.obj, dict):
+                raise
+            raise UsageError(
+                f"{subject}: has no split {dataset_split!r} ({split_flag}). Its splits: {', '.join(error.obj)}. Name"
+                f" one of them with {split_flag}."
+            ) from None
+        has_labels = args.data.label_key in rows.features
+        label_type = rows.features.arrow_schema.field(args.data.label_key).type if has_labels else None
+        sources.append(Source(subject, rows, label_type))
     places = [Place(number, row) for number, source in enumerate(sources) for row in range(len(source.rows))]
     if probabilities is not None:
         shares = [float(share) for share in probabilities.split(",")]

@@ -6,18 +6,39 @@ OpenRLHF 0.11.2 logs such an error in one line, continues with None for a reward
 function that hangs, and makes a reward of shape (1, 1) of a list or an array.
 """
 
+import asyncio
+import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from copy import deepcopy
 from itertools import cycle
 from typing import Any
 
 import torch
 
+from ngrpo.config.run import current_run
+from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.machine.upstream.types import Experience, PreTrainedTokenizerBase
 from ngrpo.methods.scoring import reward_calls
 from ngrpo.methods.scoring.reward_calls import short
 from perturbations.errors import UsageError
+
+_FUNCTION_FIX = "It must return {'rewards': a finite number} for each response, such as 0 for one that it cannot read."
+_SERVER_FIX = (
+    "It must answer a POST of {'query': […], 'prompts': […], 'labels': […]} with {'rewards': a finite number}, such as"
+    " 0 for a response that it cannot read, as application/json."
+)
+_LABEL_FIX = "Store labels as texts, or give a Python file with reward_func, which gets each label as it is."
+_AGENT_FIX = (
+    "An agent must give each response one finite number as 'reward', such as 0 for one that it cannot read, and only"
+    " such numbers in 'extra_logs'. The reward may be None only with --reward.model_name_or_path."
+)
+# How OpenRLHF 0.11.2 asks a reward server.
+_SERVER_TRIES = 5
+_SERVER_SECONDS = 180.0
+_SERVER_PAUSE = 1.0
+_TEMPORARY = (408, 429)  # Request Timeout, Too Many Requests
 
 
 class RewardFailed(RuntimeError):
@@ -32,6 +53,7 @@ class CheckedExecutor:
 
     def __init__(self, executor: Any) -> None:
         self.executor = executor
+        self._has_reward_model = bool(Flags(current_run().openrlhf).value("--reward.model_name_or_path"))
         self._source: CheckedReward | CheckedServers | None = None
         addresses = getattr(executor, "reward_endpoints", None)
         if getattr(executor, "reward_func", None) is not None:
@@ -45,14 +67,40 @@ class CheckedExecutor:
         """As the wrapped executor's.
 
         Raises:
-            RewardFailed: if a call of the reward function or server has failed, or an agent's reward is no number.
+            RewardFailed: if a call of the reward function or server has failed, or an agent gives no reward, or a value
+                that is not one finite number.
         """
         # OpenRLHF's executor of agents sets max_tokens by the observation, and gives one object to a whole group.
         own_params = deepcopy(kwargs["sampling_params"])
         response = await self.executor.execute(**{**kwargs, "sampling_params": own_params})
         if self._source is not None:
             self._source.raise_failure()  # which OpenRLHF has swallowed
-        return {**response, **_numbers_of_agent(self.executor, response)}
+        return {**response, **self._numbers_of(response)}
+
+    def _numbers_of(self, response: Mapping[str, Any]) -> dict[str, Any]:
+        """The response's ``reward`` and ``scores``, where it has them, and ``extra_logs``, with floats.
+
+        A response without a score gets its reward as the score, as from OpenRLHF's own executor: dynamic filtering
+        reads the score.
+
+        Raises:
+            RewardFailed: for an agent's value that is not one finite number, and for no reward without a reward model.
+        """
+        numbers: dict[str, Any] = {}
+        try:
+            if response.get("reward") is not None:
+                numbers["reward"] = numbers["scores"] = reward_calls.one_number("reward", response["reward"])
+            elif not self._has_reward_model:
+                raise ValueError("no 'reward'")
+            if response.get("scores") is not None:
+                numbers["scores"] = reward_calls.one_number("scores", response["scores"])
+            numbers["extra_logs"] = reward_calls.checked_logs(response.get("extra_logs"))
+        except ValueError as error:
+            prompt = short(str(response.get("prompt")))
+            raise RewardFailed(
+                f"{type(self.executor).__name__} returned {error}.\n  prompt: {prompt}\n{_AGENT_FIX}"
+            ) from None
+        return numbers
 
 
 class _Source:
@@ -65,12 +113,10 @@ class _Source:
         if self._failure is not None:
             raise RewardFailed(self._failure)
 
-    def _fail(self, fault: str, query: str, prompt: str) -> RewardFailed:
-        """Keeps the failure and returns it; ``fault`` is a sentence without its full stop."""
-        self._failure = (
-            f"{fault}.\n  prompt: {short(prompt)}\n  response: {short(query.removeprefix(prompt))}\n"
-            "It must return {'rewards': a finite number} for each response, such as 0 for one that it cannot read."
-        )
+    def _fail(self, fault: str, query: str, prompt: str, fix: str) -> RewardFailed:
+        """Keeps the failure and returns it; ``fault`` is a sentence without its full stop, ``fix`` says what to do."""
+        response = query.removeprefix(prompt)
+        self._failure = f"{fault}.\n  prompt: {short(prompt)}\n  response: {short(response)}\n{fix}"
         return RewardFailed(self._failure)
 
 
@@ -86,48 +132,65 @@ class CheckedReward(_Source):
         try:
             return reward_calls.call(self._reward_func, queries[0], prompts[0], labels[0], self._seconds)
         except reward_calls.RewardFault as fault:
-            raise self._fail(f"the reward function {fault}", queries[0], prompts[0]) from None
+            raise self._fail(f"the reward function {fault}", queries[0], prompts[0], _FUNCTION_FIX) from None
 
 
 class CheckedServers(_Source):
-    """OpenRLHF's requests to reward servers, in turns. A server's answer is checked like a reward function's result."""
+    """The requests to reward servers, in turns. A server's answer is checked like a reward function's result.
+
+    It replaces OpenRLHF's `_fetch_rewards_via_http`, which sends the same, but does not say why a request has failed.
+    """
 
     def __init__(self, addresses: Sequence[str]) -> None:
-        from openrlhf.utils.agent import SingleTurnAgentExecutor
-
-        # An executor for each address, so that a failure can name it.
-        self._clients = cycle([(address, SingleTurnAgentExecutor(address)) for address in addresses])
+        self._addresses = cycle(addresses)
 
     async def __call__(self, queries: list[str], prompts: list[str], labels: list[Any]) -> list[dict[str, Any]]:
         """The next server's answer to one query, with floats."""
-        address, client = next(self._clients)
+        address = next(self._addresses)
         try:
-            results = await client._fetch_rewards_via_http(queries, prompts, labels)
-            return [reward_calls.with_floats(result) for result in results]
+            json.dumps(labels)
+        except (TypeError, ValueError) as error:
+            fault = f"the label cannot be sent as JSON: {error}, in {short(str(labels[0]))}"
+            raise self._fail(fault, queries[0], prompts[0], _LABEL_FIX) from None
+        try:
+            answer = await _answer_of(address, {"query": queries, "prompts": prompts, "labels": labels})
+            return [reward_calls.with_floats(answer)]
+        except reward_calls.RewardFault as error:
+            fault = str(error)
         except ValueError as error:
             fault = f"answered {error}"
-        except Exception as error:
-            fault = f"gave no answer ({type(error).__name__}: {error})"
-        raise self._fail(f"the reward server {address} {fault}", queries[0], prompts[0])
+        raise self._fail(f"the reward server {address} {fault}", queries[0], prompts[0], _SERVER_FIX)
 
 
-def _numbers_of_agent(executor: object, response: Mapping[str, Any]) -> dict[str, float]:
-    """The reward and the score of a response as floats, where it has them.
+async def _answer_of(address: str, request: Mapping[str, Any]) -> Any:
+    """A server's answer to a POST, which is repeated after a failure, as by OpenRLHF 0.11.2.
+
+    A refused one (4xx) is not, unless the refusal is temporary: the server would refuse the same request again.
 
     Raises:
-        RewardFailed: for an agent's reward or score that is not one finite number.
+        RewardFault: with the status and the text of the last answer, or why there was none.
     """
-    numbers = {}
-    try:
-        for name in ("reward", "scores"):
-            if response.get(name) is not None:
-                numbers[name] = reward_calls.one_number(name, response[name])
-    except ValueError as error:
-        raise RewardFailed(
-            f"{type(executor).__name__} returned {error}.\n  prompt: {short(str(response.get('prompt')))}\n"
-            "An agent must give each response one finite number, such as 0 for one that it cannot read."
-        ) from None
-    return numbers
+    import aiohttp
+
+    timeout = aiohttp.ClientTimeout(total=_SERVER_SECONDS)
+    fault = ""
+    for _ in range(_SERVER_TRIES):
+        try:
+            async with (
+                aiohttp.ClientSession(timeout=timeout) as session,
+                session.post(address, json=request) as response,
+            ):
+                text = await response.text(errors="replace")
+                fault = f"answered with status {response.status}, {response.content_type}: {short(text)}"
+                if response.ok:
+                    with suppress(ValueError, aiohttp.ContentTypeError):  # what is not JSON is asked for again
+                        return await response.json()
+                if 400 <= response.status < 500 and response.status not in _TEMPORARY:
+                    break
+        except Exception as error:  # OpenRLHF repeats a request after any error
+            fault = f"gave no answer ({str(error) or type(error).__name__})"
+        await asyncio.sleep(_SERVER_PAUSE)
+    raise reward_calls.RewardFault(fault)
 
 
 def responses(tokenizer: PreTrainedTokenizerBase, experience: Experience) -> list[str]:

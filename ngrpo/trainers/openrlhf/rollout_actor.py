@@ -172,7 +172,7 @@ class ControlQuota:
         self._left = CONTROLS
 
     def enter(self, round_number: int) -> None:
-        """A request of this round has arrived. The quota is renewed if the request before was of another round."""
+        """Renews the quota if this request's round is another one than that of the request before."""
         if round_number != self._round:
             self._round = round_number
             self._left = CONTROLS

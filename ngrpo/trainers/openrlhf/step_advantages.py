@@ -176,10 +176,10 @@ def compute(maker: Any, experiences: list[Experience], advantage: Advantage | No
     advantages = advantage.compute(rewards, further, overlong)
     second_round = current_run().second_round
     if second_round is not None and second_round.group == "all":
-        carried: list[TwoRounds | None] = []
+        rounds_by_response: list[TwoRounds | None] = []
         for experience in experiences:
-            carried.extend(two_rounds(experience.mm_train_inputs, len(experience.index)))
-        advantages = advantages_of_all(advantage, rewards, advantages, order.in_order(carried))
+            rounds_by_response.extend(two_rounds(experience.mm_train_inputs, len(experience.index)))
+        advantages = advantages_of_all(advantage, rewards, advantages, order.in_order(rounds_by_response))
     if advantage.normalized_over_step:
         advantages = normalised(advantages.reshape(1, -1)).view_as(advantages)
 
@@ -346,7 +346,7 @@ def level_equal(experiences: Sequence[Experience]) -> None:
 
 
 def advantages_of_all(
-    advantage: Advantage, rewards: Tensor, advantages: Tensor, carried: Sequence[TwoRounds | None]
+    advantage: Advantage, rewards: Tensor, advantages: Tensor, rounds_by_response: Sequence[TwoRounds | None]
 ) -> Tensor:
     """Advantages (P, G) in which a group with a second round is compared with all of its G + G' responses.
 
@@ -354,12 +354,13 @@ def advantages_of_all(
         advantage: of the run, at its step.
         rewards: of the trained responses, (P, G), after penalties.
         advantages: of the trained responses among themselves, (P, G).
-        carried: for each trained response, in the order of generation; None in a group without a second round.
+        rounds_by_response: the two rounds of each trained response's prompt, in the order of generation; None in a
+            group without a second round.
     """
     result = advantages.clone()
     group_size = rewards.shape[1]
     for group, own_rewards in enumerate(rewards):
-        of_group = carried[group * group_size : (group + 1) * group_size]
+        of_group = rounds_by_response[group * group_size : (group + 1) * group_size]
         if of_group[0] is None:
             continue
         places = torch.tensor([rounds.place for rounds in of_group if rounds is not None])

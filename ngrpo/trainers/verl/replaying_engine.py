@@ -80,7 +80,7 @@ def of_each_sample(batch: TensorDict, field: str) -> list[Any]:
 class ReplayingEngine(FSDPEngineWithLMHead):
     """A forward of samples with records replays them, for old, reference and new log-probabilities alike."""
 
-    # Of the current forward; None without a density, and where no sampling mask is replayed.
+    # Of the current forward. `_densities` is None without a density, `_mask_correction` without correct_mask.
     _densities: Densities | None = None
     _mask_correction: MaskCorrection | None = None
 
@@ -122,7 +122,11 @@ class ReplayingEngine(FSDPEngineWithLMHead):
     def prepare_model_outputs(
         self, output: CausalLMOutput, output_args: object, micro_batch: TensorDict, **kwargs: object
     ) -> dict[str, Tensor]:
-        """As verl's: log-probabilities are over the tokens that sampling left, and those of actions are densities."""
+        """As verl's, and with the tokens' own log-probabilities as :data:`TOKEN_LOG_PROBS`.
+
+        With a mask correction, log-probabilities are over the tokens that sampling left. With a density, ``log_probs``
+        has those of the actions at perturbed positions (:class:`Densities`).
+        """
         result = super().prepare_model_outputs(output, output_args, micro_batch, **kwargs)
         if tu.get_non_tensor_data(micro_batch, key=KEY, default=None) is None:
             return result

@@ -45,6 +45,10 @@ _TRAINING = (
     "--eval.steps",
     "--eval.n_samples",
 )
+# Flags with which a training evaluates.
+_EVALUATING = ("--eval.steps", "--eval.at_start")
+# Where the rewards of a training without a task come from; a training refuses two of them.
+_REWARDS = ("--reward.remote_url", "--reward.model_name_or_path", "--train.agent_func_path")
 # The prefixes of flags for other commands, each with the training flags that share the prefix.
 _GROUPS: dict[str, tuple[str, ...]] = {"eval": _TRAINING, "diagnose": ()}
 
@@ -121,6 +125,7 @@ class Plan:
         evaluation: flags for ``ngrpo eval`` except model and folder; None without problems to evaluate on.
         diagnosis: flags for ``ngrpo diagnose``, or None.
         threshold: the score above which the report counts each arm's runs, or None.
+        notes: warnings.
     """
 
     arms: tuple[Arm, ...]
@@ -134,6 +139,7 @@ class Plan:
     evaluation: tuple[str, ...] | None = None
     diagnosis: tuple[str, ...] | None = None
     threshold: float | None = None
+    notes: tuple[str, ...] = ()
 
     def runs(self) -> list[Run]:
         """Seed by seed, so that a comparison cut short has whole seeds."""
@@ -192,14 +198,24 @@ def read_plan(argv: Sequence[str]) -> tuple[Plan, Path]:
     baseline = _baseline(words, arms)
     seeds = _seeds(words)
     effective = shared.without_false()
-    evaluation = _evaluation(Flags(words.groups["eval"]), effective, model)
-    if shared.has("--eval.steps", "--eval.at_start"):
+    evaluation_options = Flags(words.groups["eval"])
+    evaluation = _evaluation(evaluation_options, effective, model)
+    diagnosis_options = Flags(words.groups["diagnose"])
+    diagnosis = _diagnosis(diagnosis_options, effective, arms)
+    notes = _scorer_notes("--eval.scorer", evaluation_options, effective, "--eval.dataset")
+    if diagnosis is not None:
+        notes += _scorer_notes("--diagnose.scorer", diagnosis_options, effective, "--data.prompt_dataset")
+    arms_evaluate = any(Flags(arm.training_flags).has(*_EVALUATING) for arm in arms)
+    if shared.has(*_EVALUATING):
         # Evaluations while training have as many samples as those of the trained models, at the same temperature.
         same_settings = {"--eval.n_samples_per_prompt": "--n", "--eval.temperature": "--temperature"}
         defaults = _values_of(Flags(evaluation or ()), same_settings)
         # OpenRLHF 0.11.2 would also save a checkpoint of the best evaluation, with the optimiser's states.
         defaults["--ckpt.best_metric_key"] = "none"
         shared = shared.with_defaults(defaults)
+    elif _takes_dataset(evaluation_options, effective, "--eval.dataset") and not arms_evaluate:
+        # Only `ngrpo eval` reads these problems: `ngrpo train` would warn that the flags have no effect.
+        shared = shared.without("--eval.dataset", "--eval.split")
     plan = Plan(
         arms=tuple(arms),
         seeds=seeds,
@@ -210,8 +226,9 @@ def read_plan(argv: Sequence[str]) -> tuple[Plan, Path]:
         reproducible=not words.switched_on("stock"),
         keep_models=not words.switched_on("discard-models"),
         evaluation=evaluation,
-        diagnosis=_diagnosis(Flags(words.groups["diagnose"]), effective, arms),
+        diagnosis=diagnosis,
         threshold=_threshold(words, evaluation),
+        notes=tuple(notes),
     )
     return plan, Path(words.last("out") or "runs/compare").expanduser()
 
@@ -368,7 +385,7 @@ def _evaluation(options: Flags, shared: Flags, model: str) -> tuple[str, ...] | 
     for flag in options:
         if flag.name in ("--model", "--out") or flag.name.startswith("--perturbation"):
             raise UsageError(f"--eval.{flag.name[2:]} is set by ngrpo compare for each run; leave it out.")
-    options = options.with_defaults(_problems(options, shared, "--eval.dataset"))
+    options = options.with_defaults(_problems(options, shared, "--eval.dataset", "--eval.split"))
     if not options.has("--data", "--task") or options.value("--data") == "none":
         return None
     return tuple(options.with_defaults({"--n": "8", **packaged.evaluation_flags(model)}).argv)
@@ -383,7 +400,7 @@ def _diagnosis(options: Flags, shared: Flags, arms: Sequence[Arm]) -> tuple[str,
     }
     options = options.with_defaults(
         {
-            **_problems(options, shared, "--data.prompt_dataset"),
+            **_problems(options, shared, "--data.prompt_dataset", "--data.prompt_split"),
             "--prompts": "8",
             **_values_of(shared, rollout_settings),
             **({} if options.has(*conversation.EVALUATION_FLAGS) else conversation.flags_like(shared)),
@@ -402,15 +419,49 @@ def _diagnosis(options: Flags, shared: Flags, arms: Sequence[Arm]) -> tuple[str,
     return tuple(argv)
 
 
-def _problems(options: Flags, shared: Flags, dataset: str) -> dict[str, str]:
-    """The training's problems where options name none: its task, or a flag's dataset."""
-    if options.has("--data", "--task"):
-        return {}
-    if shared.value("--task"):
-        return _values_of(shared, {"--task": "--task"})
-    if shared.value(dataset):
-        return _values_of(shared, {"--data": dataset})
-    return {}
+def _problems(options: Flags, shared: Flags, dataset: str, split: str) -> dict[str, str]:
+    """The training's problems where options name none: its task, or a flag's dataset.
+
+    A dataset is read with the columns, prompts and reward of the training; :func:`_scorer_notes` warns of a reward that
+    cannot be a scorer.
+    """
+    if not _takes_dataset(options, shared, dataset):
+        return {} if options.has("--data", "--task") else _values_of(shared, {"--task": "--task"})
+    same_settings = {
+        "--data": dataset,
+        "--split": split,
+        "--input-key": "--data.input_key",
+        "--label-key": "--data.label_key",
+    }
+    problems = {**_values_of(shared, same_settings), "--instruction": ""}  # a training appends nothing to its prompts
+    scorer = _reward_file(shared)
+    if scorer is not None:
+        problems["--scorer"] = scorer
+    return problems
+
+
+def _takes_dataset(options: Flags, shared: Flags, dataset: str) -> bool:
+    """Whether the problems are those of a flag's dataset: options name none, and the training has no task."""
+    return not options.has("--data", "--task") and not shared.value("--task") and bool(shared.value(dataset))
+
+
+def _scorer_notes(scorer: str, options: Flags, shared: Flags, dataset: str) -> list[str]:
+    """A warning where problems of the training are not scored by its reward; ``scorer`` is the flag of another one."""
+    if options.has("--scorer") or _reward_file(shared) or not _takes_dataset(options, shared, dataset):
+        return []
+    return [
+        f"without {scorer} the problems of {dataset} {shared.value(dataset)} are scored by math, or by choice where a"
+        f" question lists options, and not by the training's {flag} {shared.value(flag)}: only a Python file with"
+        f" reward_func can be a scorer. Give {scorer} FILE.py for another."
+        for flag in _REWARDS
+        if shared.value(flag)
+    ]
+
+
+def _reward_file(shared: Flags) -> str | None:
+    """The Python file of the training's reward, which can be a scorer; None for another reward."""
+    reward = shared.value("--reward.remote_url") or ""
+    return reward if reward.endswith(".py") else None
 
 
 def _values_of(flags: Flags, same_settings: Mapping[str, str]) -> dict[str, str]:

@@ -149,7 +149,12 @@ def _inputs(sample: Sample) -> np.ndarray:
 
 
 class PromptStatistics:
-    """Sums and means of each prompt's group, all (P,) float64."""
+    """Sums and means of each prompt's group, (P,) float64 each.
+
+    Attributes:
+        group_size: G.
+        everyone: all prompts once, as one draw, (1, P) int64.
+    """
 
     def __init__(self, groups: Sequence[Group]) -> None:
         """``groups``: P groups of G samples."""
@@ -157,8 +162,8 @@ class PromptStatistics:
         def per_group(value: Callable[[Group], Any]) -> np.ndarray:
             return np.array([value(group) for group in groups], dtype=np.float64)
 
-        self.group = len(groups[0])
-        self.everyone = np.arange(len(groups))[None]  # all prompts once, as one draw (1, P)
+        self.group_size = len(groups[0])
+        self.everyone = np.arange(len(groups))[None]
         self.reward = per_group(lambda group: np.mean([sample.reward for sample in group]))
         self.edit_distance = per_group(lambda group: edit_distance([sample.response for sample in group]))
         self.distinct = per_group(_distinct_answers)
@@ -179,7 +184,7 @@ def diversity(stats: PromptStatistics, draws: np.ndarray) -> np.ndarray:
 
     The mean of the normalised edit distance and the distinct final answers, scaled to 0 for a uniform group.
     """
-    distinct = np.clip((stats.distinct * stats.group - 1) / (stats.group - 1), 0.0, 1.0)
+    distinct = np.clip((stats.distinct * stats.group_size - 1) / (stats.group_size - 1), 0.0, 1.0)
     return ((stats.edit_distance + distinct) / 2)[draws].mean(axis=1)
 
 
@@ -250,7 +255,7 @@ def _numbers(
     facts: Mapping[str, Any],
 ) -> dict[str, Any]:
     """The measures of one arm over all its prompts; see :func:`arm_rows`."""
-    size = stats.group
+    size = stats.group_size
     right_by_group = [sum(sample.correct for sample in group) for group in groups]
     ks = sorted({*(1 << power for power in range(size.bit_length())), size})  # powers of two up to the size, and itself
     samples = [sample for group in groups for sample in group]

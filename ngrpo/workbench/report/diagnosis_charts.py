@@ -174,8 +174,8 @@ def embedding_map(diagnosis: Mapping[str, Any], series: Mapping[str, Series]) ->
         return None
     plane = _Plane(map_data, tokens, neighbors, [_placed(rows(row, "points")) for row in perturbations])
     panels = [
-        plane.panel(number, row, copies, series.get(str(row.get("strategy"))))
-        for number, (row, copies) in enumerate(zip(perturbations, plane.copies))
+        plane.panel(index, row, copies, series.get(str(row.get("strategy"))))
+        for index, (row, copies) in enumerate(zip(perturbations, plane.copies))
     ]
     marks = [_DOT, _NEAR, _FAR]
     if neighbors:
@@ -219,12 +219,12 @@ class _Plane:
 
     def panel(
         self,
-        count: int,
+        index: int,
         perturbation: Mapping[str, Any],
         copies: Sequence[Mapping[str, Any]],
         series: Series | None,
     ) -> dict[str, Any]:
-        """The panel of one perturbation, number ``count``, for templates/map.html."""
+        """The panel of one perturbation, the ``index``-th from 0, for templates/map.html."""
         name = str(perturbation.get("strategy"))
         related = self._pixels([point for point in copies if point.get("related")])
         unrelated = self._pixels([point for point in copies if not point.get("related")])
@@ -235,7 +235,7 @@ class _Plane:
         for row, (x, y) in zip(self._tokens, self._anchors):
             readings.append([x, y, -1, _read_as(row, copies)])
         chart = Chart(
-            name=f"map-{count}",
+            name=f"map-{index}",
             title=f"{name}: perturbed embeddings and their nearest tokens",
             desc=f"{share}, {changed}.",
             size=SQUARE,
@@ -267,10 +267,10 @@ class _Plane:
         return labels
 
 
-def _component(count: int, variance: float | None) -> str:
+def _component(component: int, variance: float | None) -> str:
     if variance is None:
-        return f"component {count}"
-    return f"component {count} ({100 * variance:.0f}% of variance)"
+        return f"component {component}"
+    return f"component {component} ({100 * variance:.0f}% of variance)"
 
 
 def _percent(perturbation: Mapping[str, Any], key: str) -> str:

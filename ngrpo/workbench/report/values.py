@@ -49,7 +49,10 @@ def ends(interval: Sequence[object] | None) -> tuple[float, float] | None:
 
 
 def format_number(value: object, digits: int = 3, *, sign: bool = False) -> str:
-    """A number with this many decimals, ``–`` where there is none; a difference with its ``sign``: ``+0.031``."""
+    """A number with this many decimals, ``–`` where there is none; a difference with its ``sign``: ``+0.031``.
+
+    It has two significant digits from 1e9 on, and if ``digits`` is above 3 also below 5 · 10^-digits.
+    """
     amount = number(value)
     if amount is None:
         return MISSING

@@ -39,6 +39,8 @@ LATER = [
     "uniform logits",
 ]
 
+LAST = ["no wait for the device", "positions at which it acts"]
+
 
 @pytest.fixture(autouse=True)
 def forgotten() -> Iterator[None]:
@@ -67,7 +69,8 @@ def checked(text: str, folder: Path, capfd: pytest.CaptureFixture[str], code: in
             "[step.sampled, step.logits]",
             "propose(): line 17 of damp.py fails with RuntimeError: stack expects each tensor to be equal size, but got"
             " [7] at entry 0 and [7, 64] at entry 1 ids = torch.stack([step.sampled, step.logits], dim=-1)",
-            "In this check step.logits is (7, 64) and step.sampled (7,). Return ids (7, k) in int64,",
+            "In this check step.logits is (7, 64), the smallest vocabulary that check_model accepts, and step.sampled"
+            " (7,). Return ids (7, k) in int64,",
         ),
         (
             "step.logits.argmax",
@@ -96,7 +99,7 @@ def test_one_message_and_what_depends_on_it_is_not_run(
     lines = checked(FILE.replace(right, wrong), tmp_path, capfd)
     assert [line.removeprefix("WRONG    ") for line in lines if line.startswith("WRONG")] == [ORDINARY]
     not_run = [line.removeprefix("not run  ") for line in lines if line.startswith("not run")]
-    assert not_run == [*(f"proposals for {label}" for label in LATER), "no wait for the device"]
+    assert not_run == [*(f"proposals for {label}" for label in LATER), *LAST]
     said = " ".join(" ".join(lines).split())
     assert what in said and fix in said
 
@@ -109,7 +112,7 @@ def test_a_fault_of_some_logits_leaves_the_other_checks_running(
     lines = checked(text, tmp_path, capfd)
     assert [line for line in lines if line.startswith("WRONG")] == [f"WRONG    proposals for {LATER[3]}"]
     assert not any(line.startswith("not run") for line in lines)
-    assert lines[-1] == "ok       no wait for the device"
+    assert lines[-len(LAST) :] == [f"ok       {title}" for title in LAST]
 
 
 @pytest.mark.parametrize(
@@ -141,3 +144,21 @@ def test_a_misspelt_kind_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert (
         "'memory' must be option=value, for example rate=0.2. Did you mean 'replay_buffer'?" in capsys.readouterr().err
     )
+
+
+@pytest.mark.parametrize(("kind", "hint"), [("scorer", ""), ("gates", " Did you mean 'gate'?")])
+def test_a_word_before_a_file_that_is_no_kind_is_named(
+    kind: str, hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["check", kind, "./my_gate.py"]) == 2
+    assert f"unknown kind '{kind}'.{hint} Kinds: perturbation, gate, replay_buffer," in capsys.readouterr().err
+
+
+def test_a_file_of_another_kind_is_checked_with_its_kind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("my_credit.py").write_text("from ngrpo.methods.credits import Credit\n\n\nclass Mine(Credit):\n    pass\n")
+    assert cli.main(["check", "./my_credit.py"]) == 2
+    said = "It defines Mine (credit). Check it with: ngrpo check credit ./my_credit.py; or derive"
+    assert said in capsys.readouterr().err

@@ -15,9 +15,10 @@ from ngrpo.config import parse
 from ngrpo.config.kinds import FLAGS
 from ngrpo.config.run import PRESETS, RunConfig
 from ngrpo.machine.models import packaged
-from ngrpo.methods import tasks
+from ngrpo.methods import credits, tasks
 from perturbations import create, registry
 from perturbations.errors import UsageError
+from tests.support.own_files import install
 from tests.support.run import refused
 
 
@@ -162,6 +163,21 @@ def every_name() -> list[str]:
     for registered in FLAGS:
         names.update(registered.in_tree())
     return sorted(names)
+
+
+def test_a_package_with_a_name_of_the_tree_is_told_of_its_address(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    install(tmp_path, monkeypatch, credits.registry, "top_entropy = their_installed:Mine\n")
+    assert cli.main(["list"]) == 0
+    (row,) = [line for line in capsys.readouterr().out.splitlines() if "their_dist" in line]
+    assert row.startswith("top_entropy ")
+    assert row.endswith(" hidden by the in-tree method; use their_installed:Mine")
+    note = "credit 'top_entropy' is the in-tree method, which hides their_installed:Mine of an installed package."
+    assert cli.main(["check", "credit", "top_entropy"]) == 0
+    assert f"warning: {note}" in capsys.readouterr().err
+    (run_note,) = parsed("--model m --credit top_entropy").notes
+    assert run_note.startswith(note)
 
 
 @pytest.mark.parametrize("name", every_name())

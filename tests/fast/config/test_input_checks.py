@@ -3,11 +3,15 @@
 
 import json
 from dataclasses import dataclass
+from datetime import date, datetime
+from decimal import Decimal
 from pathlib import Path
 from random import Random
 from typing import Any
 
+import pyarrow
 import pytest
+from pyarrow import parquet
 
 from ngrpo import cli
 from ngrpo.config import flag_checks
@@ -61,6 +65,14 @@ def dry_run(words: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
 def test_a_right_run_passes(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, told = dry_run("", capsys)
     assert code == 0 and "has no weights (*.safetensors), which a run needs" in told, told
+
+
+def test_data_that_a_run_would_not_use_is_said(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = "--eval.dataset other.jsonl --eval.steps 100 --data.max_samples 8 --ckpt.best_metric_key eval_math_pass1"
+    code, told = dry_run(words, capsys)
+    assert code == 0 and "--eval.steps 100: the run ends with step 2, so no step is evaluated" in told, told
+    assert "of the 16 rows of other.jsonl, only the first 8 are read" in told
+    assert "--ckpt.best_metric_key eval_math_pass1: the evaluation has no such metric" in told
 
 
 def test_a_model_that_transformers_would_not_save(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -186,6 +198,24 @@ def test_labels_that_only_some_rewards_can_read_are_said(tmp_path: Path) -> None
     (note,) = labels(Flags(args))
     assert "the label 'label' is a list in row 1; the reward is given it as it is" in note
     assert labels(Flags(rows(tmp_path, ("x", "1"), ("y", "2")))) == []
+
+
+def test_labels_that_become_texts_of_another_form_are_said_with_the_text(tmp_path: Path) -> None:
+    (note,) = labels(Flags(rows(tmp_path, ("x", "yes"), ("y", False))))
+    assert "the label 'label' is a bool in row 2; the reward is given the text 'False'" in note
+    file = tmp_path / "rows.parquet"
+    flags = Flags(["--data.prompt_dataset", str(file), "--data.label_key", "label"])
+    for label, said in (
+        (True, "is a bool in row 1; the reward is given the text 'True'"),
+        (date(2024, 1, 2), "is a date in row 1; the reward is given the text '2024-01-02'"),
+        (datetime(2024, 1, 2), "is a datetime in row 1; the reward is given the text '2024-01-02 00:00:00'"),
+    ):
+        parquet.write_table(pyarrow.table({"input": ["x"], "label": [label]}), file)
+        (note,) = labels(flags)
+        assert said in note
+    for label in (b"7", Decimal("7.5")):
+        parquet.write_table(pyarrow.table({"input": ["x"], "label": [label]}), file)
+        assert labels(flags) == []
 
 
 HEAD = "from dataclasses import dataclass\nfrom perturbations import Gate, Perturbation, option, register\n"

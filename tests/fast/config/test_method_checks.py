@@ -15,7 +15,7 @@ from ngrpo.config import kinds, parse
 from ngrpo.config.kinds import KINDS
 from ngrpo.config.method_checks import inspect
 from ngrpo.methods.credits import Credit
-from ngrpo.methods.credits.base import StepTokens
+from ngrpo.methods.credits.base import LossTokens, StepTokens
 from ngrpo.methods.policy_noises import PolicyNoise
 from ngrpo.methods.sampling_schedules import SamplingSchedule
 from ngrpo.methods.sampling_schedules.base import NextTokens
@@ -37,13 +37,22 @@ def test_ours_keep_the_contract(kind: str, name: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Half(Credit):
-    """Half of each advantage."""
+    """Half of each advantage, and further losses."""
 
     name = "half"
     share: float = option(0.5, "what is left", low=0.0)
 
     def formula(self, tokens: StepTokens) -> Tensor:
         return self.share * tokens.advantages
+
+    def in_loss(self, tokens: LossTokens) -> tuple[Tensor, Tensor]:
+        return tokens.advantages, self.share * tokens.log_probs
+
+    def marks(self, tokens: StepTokens) -> Tensor:
+        return tokens.advantages < 0.0
+
+    def marked_loss(self, tokens: LossTokens, marked: Tensor, log_ratio: Tensor) -> Tensor:
+        return self.share * log_ratio.square()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +103,53 @@ BROKEN = [
     ("credit", "formula", lambda self, tokens: torch.rand(len(tokens.answers)), "a global random generator"),
     ("credit", "formula", lambda self, tokens: tokens.advantages * next(CALLS), "two results for the same tokens"),
     ("credit", "keeps_sums", True, "keeps_sums is True"),
+    ("credit", "in_loss", lambda self, tokens: tokens.hidden, "in_loss() raises AttributeError"),
+    ("credit", "in_loss", lambda self, tokens: 3.0, "in_loss() gives 3.0. It must be two tensors"),
+    (
+        "credit",
+        "in_loss",
+        lambda self, tokens: (tokens.advantages, tokens.log_probs[:2]),
+        "what in_loss() returns as the term has shape (2,)",
+    ),
+    (
+        "credit",
+        "in_loss",
+        lambda self, tokens: (tokens.advantages.abs() / 0.0, tokens.log_probs),
+        "in_loss() gives [inf] as advantages",
+    ),
+    ("credit", "in_loss", lambda self, tokens: (tokens.log_probs, tokens.log_probs), "advantages with a gradient"),
+    (
+        "credit",
+        "in_loss",
+        lambda self, tokens: (tokens.advantages, tokens.log_probs * next(CALLS)),
+        "in_loss() gives two results for the same tokens",
+    ),
+    ("credit", "marks", lambda self, tokens: tokens.advantages[:2] < 0.0, "what marks() returns has shape (2,)"),
+    ("credit", "marks", lambda self, tokens: tokens.entropies, "what marks() returns is torch.float32"),
+    (
+        "credit",
+        "marks",
+        lambda self, tokens: torch.rand(len(tokens.answers)) < 0.5,
+        "marks() draws from a global random generator",
+    ),
+    (
+        "credit",
+        "marked_loss",
+        lambda self, tokens, marked, log_ratio: tokens.log_probs,
+        "tokens returns has shape (26,)",
+    ),
+    (
+        "credit",
+        "marked_loss",
+        lambda self, tokens, marked, log_ratio: log_ratio - log_ratio.amax(),
+        "marked_loss() of 0 tokens raises RuntimeError",
+    ),
+    (
+        "credit",
+        "marked_loss",
+        lambda self, tokens, marked, log_ratio: log_ratio.detach(),
+        "tokens has no gradient, so it trains nothing",
+    ),
     ("credit", "__post_init__", lambda self: None, "share=-1.0, which is out of range, is accepted"),
     (
         "sampling_schedule",

@@ -172,6 +172,34 @@ def test_a_folder_is_loaded_upstream_with_labels_by_the_same_rule(
 
 
 @pytest.mark.parametrize(
+    ("kind", "values", "labels"),
+    [
+        (DATASETS.Value("float32"), [0.1, 7.0], ["0.1", "7"]),
+        (DATASETS.List(DATASETS.Value("float32")), [[0.1], [0.7]], [[0.1], [0.7]]),
+        ({"x": DATASETS.Value("float32")}, [{"x": 0.1}, {"x": 0.7}], [{"x": 0.1}, {"x": 0.7}]),
+    ],
+)
+def test_labels_of_a_saved_dataset_are_the_shortest_numbers(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: Any, values: list[Any], labels: list[Any]
+) -> None:
+    features = DATASETS.Features({"input": DATASETS.Value("string"), "label": kind})
+    DATASETS.Dataset.from_dict({"input": ["Q", "R"], "label": values}, features).save_to_disk(tmp_path / "saved")
+    assert trained(monkeypatch, tmp_path, str(tmp_path / "saved")).labels == labels
+
+
+def test_a_split_that_a_dataset_lacks_is_an_error_with_those_that_it_has(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    rows = DATASETS.Dataset.from_dict({"input": ["Q"], "label": ["7"]})
+    DATASETS.DatasetDict({"test": rows, "dev": rows}).save_to_disk(tmp_path / "saved")
+    name = str(tmp_path / "saved")
+    assert trained(monkeypatch, tmp_path, name, dataset_split="test").labels == ["7"]
+    says = r"--data\.prompt_dataset \S+saved: has no split 'train' \(--data\.prompt_split\)\. Its splits: test, dev\."
+    with pytest.raises(UsageError, match=says):
+        trained(monkeypatch, tmp_path, name)
+
+
+@pytest.mark.parametrize(
     ("text", "says"),
     [
         ('{"input": "\\ud83d", "label": "1"}\n', r"line 1 has \\ud83d, half of a surrogate pair"),

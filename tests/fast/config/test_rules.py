@@ -141,8 +141,28 @@ class TestFiles:
     def test_a_folder_without_data(self, tmp_path: Path, jsonl: Path) -> None:
         (tmp_path / "empty").mkdir()
         self.refuse(args(tmp_path / "empty"), "holds no data files", ".parquet")
-        check_files(Flags(args(tmp_path)))
         check_files(Flags(args("owner/dataset@sub")))
+
+    def test_a_folder_of_files_is_refused_with_the_names_that_the_flag_takes(self, tmp_path: Path) -> None:
+        """`datasets` would read train.jsonl alone, and its label "2024-01-01" as a datetime."""
+        for name in ("train.jsonl", "more.jsonl", "part/b.csv", ".cache/c.json", "README.md"):
+            file = tmp_path / name
+            file.parent.mkdir(exist_ok=True)
+            file.write_text('{"input": "x", "label": "2024-01-01"}\n')
+        names = ",".join(str(tmp_path / name) for name in ("more.jsonl", "part/b.csv", "train.jsonl"))
+        with pytest.raises(UsageError, match="Name the files that you want") as error:
+            check_files(Flags(args(tmp_path)))
+        assert str(error.value).endswith(f"--data.prompt_dataset {names}")
+        self.refuse(["--eval.dataset", f"{tmp_path}@part", *args("a/b")], f"--eval.dataset {tmp_path / 'part/b.csv'}")
+        self.refuse(args(f"{tmp_path}@none"), "holds no data files")
+
+    def test_a_saved_dataset_passes(self, tmp_path: Path) -> None:
+        datasets = pytest.importorskip("datasets")
+        rows = datasets.Dataset.from_dict({"input": ["x"]})
+        rows.save_to_disk(tmp_path / "rows")
+        datasets.DatasetDict({"test": rows}).save_to_disk(tmp_path / "splits")
+        (tmp_path / "rows" / "notes.json").write_text("{}")
+        check_files(Flags(args(f"{tmp_path / 'rows'},{tmp_path / 'splits'}")))
 
 
 def check_rewards(*words: object) -> None:
@@ -237,10 +257,12 @@ def test_a_start_tries_its_reward_server_and_a_plan_does_not(tmp_path: Path) -> 
     file.write_text('{"input": "x", "label": "y"}\n')
     words = ["--data.prompt_dataset", str(file), "--reward.remote_url", "http://127.0.0.1:9"]
     with pytest.raises(UsageError, match=r"http://127\.0\.0\.1:9: no reward server answers there"):
-        rules.check_data(CompleteRun(run=run_of(), flags=Flags(words)))
+        rules.check("data", CompleteRun(run=run_of(), flags=Flags(words)))
+    with pytest.raises(UsageError, match=r"http://127\.0\.0\.1:9: no reward server answers there"):
+        rules.check("data", CompleteRun(run=run_of(), flags=Flags([*words, "--eval.dataset", "owner/name"])))
     planned = dataclasses.replace(run_of(), machine=placement.planned("8x80", "-"))
     assert "not checked: whether a reward server runs" in (
-        rules.check_data(CompleteRun(run=planned, flags=Flags(words))) or ""
+        rules.check_servers(CompleteRun(run=planned, flags=Flags(words))) or ""
     )
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from perturbations import create, registry
-from tests.support.own_files import clean, message, write
+from tests.support.own_files import clean, install, message, write
 
 __all__ = ["clean"]  # each test in a folder of its own, and what it registers is gone after it
 
@@ -100,13 +100,9 @@ def test_a_registered_perturbation_elsewhere_is_found_by_another_process(
 
 def test_entry_point_of_an_installed_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write("their_installed.py")
-    # What pip leaves behind for a package with entry points.
-    info = tmp_path / "their_dist-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: their_dist\nVersion: 1.0\n")
-    entries = "wobble = their_installed:Mine\nbroken = their_missing:Mine\n"
-    (info / "entry_points.txt").write_text(f"[{registry.perturbations.group}]\n{entries}")
-    monkeypatch.syspath_prepend(tmp_path)
+    install(
+        tmp_path, monkeypatch, registry.perturbations, "wobble = their_installed:Mine\nbroken = their_missing:Mine\n"
+    )
     assert registry.available()["wobble"] == "their_installed:Mine"
     assert "their_installed" not in sys.modules  # listing names imports nothing
     perturbation = create("wobble", strength=1)
@@ -114,6 +110,15 @@ def test_entry_point_of_an_installed_package(tmp_path: Path, monkeypatch: pytest
     assert create(**perturbation.spec()) == perturbation
     assert "Did you mean 'wobble'?" in message(lambda: create("woble"))
     assert "their_missing" in message(lambda: create("broken"))
+
+
+def test_an_entry_point_with_a_name_of_the_tree_is_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write("their_installed.py")
+    install(tmp_path, monkeypatch, registry.perturbations, "neighbor = their_installed:Mine\n")
+    with pytest.warns(UserWarning, match="'neighbor' is the in-tree method, which hides their_installed:Mine"):
+        assert create("neighbor").k == 3
+    # Another process would make the tree's method of its name.
+    assert create("their_installed:Mine").spec()["name"] == "their_installed:Mine"
 
 
 def test_duplicate_names_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

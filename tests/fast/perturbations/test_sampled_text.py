@@ -175,7 +175,7 @@ def test_the_refusal_names_the_option_under_which_the_text_is_sampled(spec: dict
 
 
 def test_the_refusal_of_a_text_that_no_option_samples() -> None:
-    with pytest.raises(UsageError, match=r"^((?!its text is sampled).)*sample the text, leave one of them out"):
+    with pytest.raises(UsageError, match=r"^((?!its text is sampled).)*sample the text \(a class of your own"):
         check_with_schedule({"name": "latent"})
 
 

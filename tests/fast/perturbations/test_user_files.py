@@ -9,10 +9,18 @@ from pathlib import Path
 
 import pytest
 
-from perturbations import check_perturbation, create, registry
-from tests.support.own_files import clean, message, write
+from perturbations import check_gate, check_perturbation, create, registry
+from perturbations.testing import PerturbationError
+from tests.support.own_files import GATE, clean, message, write
 
 __all__ = ["clean"]  # a fixture of every test here
+LIST_AS_DEFAULT = """
+from dataclasses import dataclass
+from perturbations import Perturbation
+@dataclass(frozen=True, kw_only=True)
+class Mine(Perturbation):
+    layers: list = [1, 2]
+"""
 
 
 @pytest.mark.parametrize(("decorator", "suffix"), [("", ":Mine"), ('@register("mine")', "")])
@@ -64,6 +72,7 @@ def test_the_files_second_class_may_be_a_helper() -> None:
         ("import os\ndef f(:\n    pass\n", "x.py", ["line 2 of x.py is not Python", "def f(:", "fix that line"]),
         ("import torch\nx = torch.nope\n", "x.py", ["line 2 of x.py", "AttributeError", "    x = torch.nope"]),
         ("import no_such_thing\n", "x.py", ["line 1 of x.py", "no_such_thing", "installed", "every node"]),
+        (LIST_AS_DEFAULT, "x.py", ["line 4 of x.py", "Write a list as a text, such as '1,2'"]),
         ("import sys\nsys.exit(3)\n", "x.py", ["line 2 of x.py", "SystemExit", '__name__ == "__main__"']),
         ("def f():\n    import mine\n", "x.py", ["line 2 of x.py imports 'mine'", "from its folder", "on every node"]),
         ("x = '" + "".join(map(chr, range(256, 40000))) + "'\n", "x.py", ["too long", "49,152", "package"]),
@@ -103,6 +112,35 @@ def test_a_traceback_elsewhere_shows_the_users_line() -> None:
         create(**spec).propose(object())
     shown = "".join(traceback.format_exception(error.value))
     assert "mine.py" in shown and "return Proposal(one_hot(step.sampled), step.sampled)" in shown
+
+
+PROPOSAL = "        return Proposal(one_hot(step.sampled), step.sampled)"
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("if (step.logits > 1e9).any(): return None", r"propose\(\) \(line 19 of mine.py\) waits"),
+        ("hidden = step.hidden.sum()", r"step\.hidden is None unless the class says reads_hidden = True"),
+    ],
+)
+def test_a_check_names_the_line_and_the_missing_declaration(line: str, words: str) -> None:
+    path = Path(write("mine.py"))
+    path.write_text(path.read_text().replace(PROPOSAL, f"        {line}\n{PROPOSAL}"))
+    with pytest.raises(PerturbationError, match=words):
+        check_perturbation("./mine.py")
+
+
+def test_a_check_names_the_missing_state() -> None:
+    Path("mine.py").write_text(GATE.replace("else step.sampled", 'else step.state["spent"]'))
+    with pytest.raises(PerturbationError, match=r"step\.state has the names of initial_state\(self\)"):
+        check_gate("./mine.py")
+
+
+def test_a_base_classs_option_of_another_type_is_refused_before_it_is_used() -> None:
+    path = Path(write("mine.py"))
+    path.write_text(path.read_text().replace("loud: bool = option(False,", "protect: int = option(3,"))
+    assert "Redeclare 'protect' as str | None" in message(lambda: create("mine.py"))
 
 
 SCRIPT = """

@@ -19,7 +19,7 @@ def support_of(kept: np.ndarray) -> SamplingSupport:
     """The support of logits that are -inf where a token was cut, (B, V), ready for :meth:`SamplingSupport.read`."""
     logits = torch.where(torch.from_numpy(kept), 0.5, -torch.inf)
     support = SamplingSupport(logits, torch.Tensor.clone)
-    support.ask()
+    support.send_ids()
     return support
 
 

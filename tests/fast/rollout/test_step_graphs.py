@@ -435,7 +435,7 @@ def moved(self: RolloutPerturber, name: str, prompt: Any = ()) -> None:
     gate = self._gate
     gate._states = gate._states.clone()
     gate._ended = gate._ended.clone()
-    gate._own_states = gate._own_states.clone()
+    gate._further_states = gate._further_states.clone()
 
 
 def test_a_state_that_has_moved_is_captured_anew(monkeypatch: pytest.MonkeyPatch) -> None:

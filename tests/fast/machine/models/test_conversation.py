@@ -41,6 +41,10 @@ CALLED = [ASKED, {"role": "assistant", "content": None, "tool_calls": [CALL]}, {
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"b": {"type": "int"}, "a": {"enum": [2]}}}}
 OTHER = {"type": "function", "function": {"name": "mul", "description": "of two", "parameters": {"a": {"type": "int"}}}}
 AS_TEXT = {"type": "function", "function": {"name": "add", "arguments": '{"a": 2}'}}
+# `pandas` writes a column of parquet so to CSV.
+PRINTED_BY_NUMPY = """[{'content': 'Be brief.', 'role': 'system'}
+ {'content': array([{'text': '2 + 2?', 'type': 'text'}],
+       dtype=object), 'role': 'user'}        ]"""
 TURNS = [*CALLED, {"role": "user", "content": "So?"}]
 SAID = 'user: 2 + 2?;assistant: {"name": "add", "arguments": {"a": 2}};tool: 4;user: So?;assistant:'
 
@@ -103,6 +107,9 @@ def test_training_and_evaluation_have_one_prompt(
         (TEMPLATE, {"input": CALLED[:2]}, "chat messages that end without a text"),
         (TEMPLATE, {"input": [{**ASKED, "tool_calls": ["add"]}]}, "tool calls that are no objects"),
         (TEMPLATE, {"input": [{"content": "2 + 2?"}]}, "the prompt is a list"),
+        (TEMPLATE, {"input": '[ {"content": "2 + 2?", "role": "user"}]'}, "chat messages written as a text.*Store the"),
+        (TEMPLATE, {"input": str([{"content": "2 + 2?", "role": "user"}])}, "chat messages written as a text"),
+        (TEMPLATE, {"input": PRINTED_BY_NUMPY}, "chat messages written as a text"),
         (TEMPLATE, {"input": {"role": "user"}}, "neither a text nor a list"),
         (TEMPLATE, {"input": [ASKED], "tools": ["add"]}, "tools are .*; they must be a list of objects"),
         (PLAIN, {"input": [ASKED], "tools": [TOOL]}, "the chat template shows no tools"),
@@ -214,6 +221,22 @@ def test_a_template_that_changes_a_text_shows_it() -> None:
     visible = tokenizer_with("{% for m in messages %}{{ m.content.split('</think>')[-1] }};{% endfor %}")
     thought = {"role": "assistant", "content": "<think>2 + 2</think>4"}
     assert rendered(visible, [ASKED, thought, ASKED]) == "2 + 2?;4;2 + 2?;"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '[{"name": "Ann", "role": "admin"}] Who is the admin?',
+        '[{"name": "Ann"}, {"name": "Ben", "role": "admin"}]',
+        "[role, play]",
+        "[]",
+        "[" * 5_000 + "role",
+    ],
+)
+def test_a_text_that_begins_as_a_list_is_a_prompt(tmp_path: Path, text: str) -> None:
+    source = written(tmp_path / "a.jsonl", {"input": text})
+    input_checks.check_files(Flags(["--data.prompt_dataset", source]))
+    assert load_problems(source)[0].question == text
 
 
 @pytest.mark.parametrize("form", ["{}", "Q: {}\nA:"])

@@ -28,7 +28,7 @@ WITH_DEFAULTS = [(name, {}) for name in sorted(advantages.registry.in_tree())]
 def test_ours_keep_the_contract(name: str, options: dict) -> None:
     """Rewards between 0 and 1 are no check of Pass@k Training, which refuses them."""
     checks = list(inspect(name, **options))
-    assert len(checks) == (7 if name == "pass_at_k" else 8)
+    assert len(checks) == (8 if name == "pass_at_k" else 9)
     assert [error for _, error in checks if error is not None] == []
 
 
@@ -117,8 +117,16 @@ def test_what_is_not_finite_is_refused_in_a_run_too(monkeypatch: pytest.MonkeyPa
 def test_the_command_of_an_advantage_that_keeps_the_contract(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["check", "advantage", f"{__name__}:Centered", "scale=2"]) == 0
     printed = capsys.readouterr()
-    assert printed.out.count("ok ") == 8
+    assert printed.out.count("ok ") == 9
     assert f"ngrpo train --advantage {__name__}:Centered" in printed.err
+
+
+def test_advantages_of_zero_are_noted(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    assert [error for _, error in inspect(Centered) if error is not None] == []
+    assert not caplog.records
+    monkeypatch.setattr(Centered, "formula", lambda self, rewards, counts: 0.0 * rewards)
+    assert [error for _, error in inspect(Centered) if error is not None] == []
+    assert "centered: the advantages of right and wrong responses are all 0" in caplog.text
 
 
 def test_the_command_of_a_broken_advantage(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

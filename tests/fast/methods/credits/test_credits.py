@@ -100,6 +100,16 @@ def test_a_step_without_a_token(name: str) -> None:
     assert marks is None or marks.shape == (0,)
 
 
+@pytest.mark.parametrize(
+    ("method", "words"),
+    [("marks", "has marks and no marked_loss"), ("marked_loss", "has marked_loss and no marks, so nothing calls it")],
+)
+def test_marks_and_marked_loss_go_together(method: str, words: str) -> None:
+    methods = {name: lambda self, *arguments: None for name in ("formula", method)}
+    with pytest.raises(UsageError, match=f"credit 'half': Half {words}"):
+        type("Half", (credits.Credit,), {"name": "half", **methods})()
+
+
 # --- first_token -----------------------------------------------------------------------------------
 
 # Four responses of 1, 2, 3 and 2 tokens to one prompt, and two of 1 and 2 to another.

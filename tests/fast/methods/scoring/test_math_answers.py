@@ -38,6 +38,39 @@ def test_canonical_forms_that_differ_round_or_miss() -> None:
     assert check_math("7", "").extracted is None and not check_math("7", "I cannot say").parsed
 
 
+@pytest.mark.parametrize(
+    ("reference", "boxed", "correct"),
+    [
+        ("(B) 5", "(B)", True),
+        ("(A) 5", r"\text{(A)}", True),
+        ("(B) red", "(B)", True),
+        ("(B) 3:45", "(B)", True),
+        ("(B)", "(B) 5", True),
+        ("(B) 5", "(C)", False),
+        ("(B) 5", "(B) 6", False),
+        ("(B) red", "(B) blue", False),
+    ],
+)
+def test_the_label_of_an_option_stands_for_it(reference: str, boxed: str, correct: bool) -> None:
+    assert check_math(reference, rf"\boxed{{{boxed}}}").correct == correct
+
+
+@pytest.mark.parametrize(
+    ("reference", "boxed", "correct"),
+    [
+        ("(B) 3:45", "(B) 3:45", True),
+        ("(B) 3:45", "3:45", True),
+        ("3:45", r"\textbf{(B)}\ 3:45", True),
+        ("B", "(B) 3:45", True),
+        ("(B) 3:45", "(C) 3:45", False),
+        ("(B) 3:45", "(B) 3:46", False),
+        ("B", "(C) 3:45", False),
+    ],
+)
+def test_a_time_of_day_has_the_label_of_its_option(reference: str, boxed: str, correct: bool) -> None:
+    assert check_math(reference, rf"\boxed{{{boxed}}}").correct == correct
+
+
 @pytest.mark.more
 def test_references_of_math(shared_data: Path) -> None:
     """The rates over all distinct references are in docs/evaluation.md.

@@ -67,6 +67,46 @@ def test_openrlhf_with_messages_and_own_keys(tmp_path: Path) -> None:
         load_problems(source, input_key="context")
 
 
+VERL = {"prompt": [{"role": "user", "content": "verl's"}], "reward_model": {"ground_truth": "1"}}
+
+
+@pytest.mark.parametrize(
+    ("row", "keys", "question", "answer"),
+    [
+        ({"question": "2 + 2?", "answer": "Four.", "gold": "4"}, {"label_key": "gold"}, f"2 + 2?\n\n{BOXED}", "4"),
+        ({**GPQA, "gold": "4"}, {"label_key": "gold"}, f"{GPQA['Question']}\n\n{BOXED}", "4"),
+        ({**VERL, "gold": "4"}, {"label_key": "gold"}, f"verl's\n\n{BOXED}", "4"),
+        ({**VERL, "mine": "2 + 2?", "gold": "4"}, {"input_key": "mine", "label_key": "gold"}, "2 + 2?", "4"),
+        ({**VERL, "mine": "2 + 2?", "label": "4"}, {"input_key": "mine"}, "2 + 2?", "4"),
+    ],
+)
+def test_named_columns_are_read_before_any_layout(
+    tmp_path: Path, row: dict[str, Any], keys: dict[str, str], question: str, answer: str
+) -> None:
+    (problem,) = load_problems(jsonl(tmp_path / "a.jsonl", row), **keys)
+    assert (problem.question, problem.answer) == (question, answer)
+
+
+@pytest.mark.parametrize(
+    ("keys", "says"),
+    [
+        ({"input_key": "my_promt"}, r"row 1 has no column 'my_promt' \(--input-key\)\. Did you mean 'my_prompt'\?"),
+        ({"label_key": "anwser"}, r"row 1 has no column 'anwser' \(--label-key\)\. Did you mean 'answer'\?"),
+    ],
+)
+def test_a_named_column_must_be_there(tmp_path: Path, keys: dict[str, str], says: str) -> None:
+    source = jsonl(tmp_path / "a.jsonl", {"question": "2 + 2?", "my_prompt": "Add 2 and 2.", "answer": "4"})
+    with pytest.raises(UsageError, match=f"{says} Its columns: question, my_prompt, answer"):
+        load_problems(source, **keys)
+
+
+def test_chat_messages_written_as_a_text_are_no_question(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text("input,label\n\"[{'content': '2 + 2?', 'role': 'user'}]\",4\n")
+    with pytest.raises(UsageError, match=r"row 1 .*chat messages written as a text.*in JSONL, JSON or parquet"):
+        load_problems(str(path))
+
+
 @pytest.mark.parametrize(
     ("row", "answer"),
     [

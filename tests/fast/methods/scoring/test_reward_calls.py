@@ -2,6 +2,8 @@
 """A reward file gives a response the same reward in training and in evaluation, and alarms in it are named."""
 
 import math
+import re
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,14 @@ import torch
 
 from ngrpo.methods.scoring.problems import load_problems
 from ngrpo.methods.scoring.reward_alarms import alarm_notes
-from ngrpo.methods.scoring.reward_calls import SECONDS, call, load, with_floats
+from ngrpo.methods.scoring.reward_calls import (
+    _OF_OPENRLHF,
+    _PREFIXES_OF_OPENRLHF,
+    SECONDS,
+    call,
+    load,
+    with_floats,
+)
 from ngrpo.methods.tasks import score
 from ngrpo.trainers.openrlhf.rewards import CheckedReward, RewardFailed
 from ngrpo.workbench.evaluate import Problem
@@ -98,6 +107,8 @@ def test_they_agree_on_math_verify(tmp_path: Path) -> None:
         ("{'rewards': 1.0, 'extra_logs': [1.0]}", r"returned '\[1.0\]' as 'extra_logs' where a dictionary"),
         ("{'rewards': 1.0, 'extra_logs': {'why': 'no box'}}", r"""returned 'no box' as "extra_logs\['why'\]" of one"""),
         ("{'rewards': 1.0, 'extra_logs': {'reward': 9}}", "returned 'extra_logs' with 'reward', .*: give it another"),
+        ("{'rewards': 1.0, 'extra_logs': {'kl': 9}}", "returned 'extra_logs' with 'kl', .*: give it another"),
+        ("{'rewards': 1.0, 'extra_logs': {'timing/x': 9}}", "returned 'extra_logs' with 'timing/x', .*: give it"),
     ],
 )
 def test_what_training_refuses_evaluation_refuses(of: str, fault: str, tmp_path: Path) -> None:
@@ -126,6 +137,21 @@ def test_further_metrics_become_floats() -> None:
     result = with_floats({"rewards": 1, "extra_logs": {"has_form": torch.tensor([True]), "length": [7]}})
     assert result["extra_logs"] == {"has_form": 1.0, "length": 7.0}
     assert with_floats({"rewards": 1, "extra_logs": None})["extra_logs"] == {}
+
+
+def test_the_names_of_openrlhf_s_metrics_are_those_of_its_source() -> None:
+    """Whatever its trainers put into a sample's ``info`` or into a step's metrics, and sample fields that it logs."""
+    openrlhf = find_spec("openrlhf")
+    if openrlhf is None or not openrlhf.submodule_search_locations:
+        pytest.skip("OpenRLHF is not installed")
+    trainers = Path(openrlhf.submodule_search_locations[0]) / "trainer"
+    files = [*trainers.glob("ppo_*.py"), *trainers.glob("ppo_utils/*.py"), *trainers.glob("ray/ppo_*.py")]
+    source = "\n".join(file.read_text() for file in files)
+    names = set(re.findall(r'\b(?:info|metrics|status|merged_status)\["([^"]+)"\] =', source))
+    for literal in re.findall(r"\b(?:info|metrics|status|stats|reduced_status) = \{([^}]*)\}", source):
+        names |= set(re.findall(r'"([^"]+)":', literal))
+    names |= set(re.findall(r'(\w+): torch\.Tensor = tensor_field\("episode"', source)) - {"rewards", "scores"}
+    assert {name for name in names if not name.startswith(_PREFIXES_OF_OPENRLHF)} == set(_OF_OPENRLHF)
 
 
 def test_a_scorer_that_exits_is_named(tmp_path: Path) -> None:

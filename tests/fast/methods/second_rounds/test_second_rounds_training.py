@@ -36,8 +36,8 @@ def test_advantages_of_both_rounds_by_hand() -> None:
     rewards = torch.tensor([[1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 0.0, 0.0]])
     group_norm = advantages.create("group_norm")
     of_kept = group_norm.compute(rewards)
-    carried = CARRIED + [None] * 4
-    of_all = step_advantages.advantages_of_all(group_norm, rewards, of_kept, carried)
+    rounds_by_response = CARRIED + [None] * 4
+    of_all = step_advantages.advantages_of_all(group_norm, rewards, of_kept, rounds_by_response)
     expected = [2.474874, -0.353553, -0.353553, -0.353553]
     assert of_all[0].tolist() == pytest.approx(expected, abs=1e-6)
     assert torch.equal(of_all[1], of_kept[1])
@@ -87,8 +87,8 @@ def experience(log_probs: list[float]) -> SimpleNamespace:
 
 
 def two_rounds_loss(method: Any, loss: Any, batch: Any) -> TwoRoundsLoss:
-    carried = sample_records.two_rounds(batch.mm_train_inputs, len(batch.action_mask))
-    return TwoRoundsLoss(method, loss, carried, batch.action_mask)
+    rounds_by_response = sample_records.two_rounds(batch.mm_train_inputs, len(batch.action_mask))
+    return TwoRoundsLoss(method, loss, rounds_by_response, batch.action_mask)
 
 
 def clipped_objective(ratio: Tensor, advantage: float) -> Tensor:
@@ -235,14 +235,14 @@ def test_measures_of_refinements_by_hand() -> None:
     """Drafts 0, 0.5 and 1, 0.5; refinements 1, 0 and 1, 1: the ordinary ratio, so none of its own."""
     first_group = np.float32([0, 0.5, 1, 0])
     second_group = np.float32([1, 0.5, 1, 1])
-    carried = [
+    rounds_by_response = [
         TwoRounds(first_group, 2),
         TwoRounds(first_group, 3),
         TwoRounds(second_group, 2),
         TwoRounds(second_group, 3),
         None,
     ]
-    batch = batch_of(*carried)
+    batch = batch_of(*rounds_by_response)
     method = second_rounds.create("igrpo")
     assert experience_maker.second_round_measures([batch], method) == {
         "second_round/asked": pytest.approx(0.8),
@@ -252,7 +252,7 @@ def test_measures_of_refinements_by_hand() -> None:
         "second_round/drafts": pytest.approx(0.5),
         "second_round/best_draft": pytest.approx(0.75),
     }
-    _, has_own_ratio = behavior(batch.action_mask, carried)
+    _, has_own_ratio = behavior(batch.action_mask, rounds_by_response)
     assert not has_own_ratio.any()
 
 

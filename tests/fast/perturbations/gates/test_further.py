@@ -46,6 +46,22 @@ def test_gates_conform_with_options_at_their_bounds(name: str, options: dict) ->
     check_gate(name, **options)
 
 
+@pytest.mark.parametrize("method", ["plan", "open"])
+def test_a_gate_that_never_opens_is_noted(
+    method: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    gate = registry.gates.get("first")
+    check_gate(gate)
+    assert not caplog.records
+    closed = {
+        "plan": lambda self, positions: np.zeros(len(positions.positions), dtype=bool),
+        "open": lambda self, step: torch.zeros_like(step.sampled, dtype=torch.bool),
+    }
+    monkeypatch.setattr(gate, method, closed[method])
+    check_gate(gate)
+    assert f"first: {method}() opens none of the positions of this check" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("margin", "opened"),
     [

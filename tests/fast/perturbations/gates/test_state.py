@@ -239,7 +239,7 @@ class Rollout:
     def state(self, name: str, position: int) -> list[float]:
         """The state before a position."""
         slot = self.store.live[name]
-        return self.gate._own_states[slot, (position - 1) % 8].tolist()
+        return self.gate._further_states[slot, (position - 1) % 8].tolist()
 
     def perturbed(self, name: str) -> list[int]:
         self.perturber.notes.drain(until=self.perturber.notes.added)
@@ -322,9 +322,9 @@ def test_a_preempted_trajectory_reaches_the_state_of_an_undisturbed_one(gate: Ga
 def test_a_draw_that_is_thrown_away_changes_no_state() -> None:
     plain = undisturbed(SWI, 20)
     rollout = undisturbed(SWI, 12)
-    states_before = rollout.gate._own_states.clone()
+    states_before = rollout.gate._further_states.clone()
     rollout.step(discard=True, a=(0, 8), b=(0, 9))
-    assert rollout.gate._own_states.equal(states_before)
+    assert rollout.gate._further_states.equal(states_before)
     rollout.step(a=(8, 4), b=(9, 3))
     rollout.decode(range(13, 20), "a", "b")
     assert rollout.state("a", 20) == plain.state("a", 20)

@@ -318,6 +318,14 @@ def test_a_record_of_a_learned_module_is_replayed_with_the_module_alone() -> Non
         pytest.fail("replayed")
 
 
+def test_a_record_is_replayed_with_and_without_a_module_where_its_fingerprint_does_not_tell() -> None:
+    shape = (1215, 39)
+    assert model_fingerprint(*shape) == model_fingerprint(*shape, module=True)
+    record = dataclasses.replace(small([1]), model=model_fingerprint(*shape))
+    record.check_model(*shape, module=True)
+    record.check_model(*shape, module=False)
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [

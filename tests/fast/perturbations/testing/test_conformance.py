@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from perturbations import create, registry
+from perturbations import Gate, create, registry
 from perturbations.base import Perturbation, Proposal, Step
 from perturbations.edit import InputEdit
 from perturbations.errors import UsageError
@@ -306,7 +306,7 @@ def failing_when_peaked(step: Step, ids: Tensor, weights: Tensor, tokens: Tensor
         (by_the_number_of_calls, ["two results for the same step"]),
         (by_the_batch_s_mean, ["row 0 alone", "edit.weights is", "that row alone"]),
         (by_the_row_s_number, ["in another batch order", "edit.weights is"]),
-        (with_an_if, ["waits", "(item())", "`if` on a tensor"]),
+        (with_an_if, ["waits", "(item(), which an `if` on a tensor calls too)", "use torch.where"]),
         (with_a_copy_to_the_cpu, ["propose() waits for the device (cpu())", "every token"]),
         (with_a_tensor_on_the_cpu, ["with a tensor on the CPU", "device="]),
         (with_a_mask_read_and_written, ["waits", "nonzero", "indexing with a mask"]),
@@ -381,6 +381,46 @@ def with_option(name: str, type_: type, default: object) -> dict[str, Any]:
             id="reserved name",
         ),
         pytest.param(
+            with_option("strength", int, option(0.5, "a number")),
+            ["its own default 0.5", "a whole number is needed. Change the default"],
+            id="default of another type",
+        ),
+        pytest.param(
+            with_option("strength", int | float, option(1, "a number")),
+            ["'strength' has a type that a command line cannot give (int | float)", "Annotate it as int"],
+            id="two types",
+        ),
+        pytest.param(
+            with_option("strength", list[int] | None, option(None, "numbers")),
+            ["cannot give (list[int] | None)", "one of these with `| None`"],
+            id="optional list",
+        ),
+        pytest.param(
+            with_option("strength", Tensor, option(None, "numbers")),
+            ["cannot give (torch.Tensor)", "Annotate it as int"],
+            id="tensor",
+        ),
+        pytest.param(
+            with_option("every", str, option("a", "another meaning")),
+            ["redeclares it as str", "Redeclare 'every' as int", "only default, help and narrower limits may change"],
+            id="redeclared as text",
+        ),
+        pytest.param(
+            with_option("rate", int, option(1, "another type")),
+            ["redeclares it as int", "Redeclare 'rate' as float"],
+            id="redeclared as int",
+        ),
+        pytest.param(
+            with_option("protect", int, option(3, "a token")),
+            ["redeclares it as int", "Redeclare 'protect' as str | None"],
+            id="redeclared without None",
+        ),
+        pytest.param(
+            with_option("gate", str | Gate | None, option(None, "a gate's name")),
+            ["Redeclare 'gate' as str | perturbations.gates.Gate | None with its registry="],
+            id="redeclared without its registry",
+        ),
+        pytest.param(
             {"__post_init__": accepts_anything},
             ["rate=-1.0", "is accepted", "super().__post_init__()"],
             id="accepts anything",
@@ -421,3 +461,55 @@ def test_a_broken_declaration_is_said(
     attributes: dict[str, Any], messages: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check_broken(attributes, messages, monkeypatch)
+
+
+@pytest.mark.parametrize("choices", ["abc", (1, 2)])
+def test_choices_are_texts(choices: Any) -> None:
+    with pytest.raises(UsageError, match=r"choices=.* must be a tuple or list of texts, such as \('a', 'b'\)"):
+        option("a", "a choice", choices=choices)
+
+
+# --- more candidates than the smallest model has tokens ---------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class ManyCandidates(Perturbation):
+    """Mixes the k likeliest tokens."""
+
+    name = "many_candidates"
+    k: int = option(100, "number of tokens mixed", low=1)
+
+    def propose(self, step: Step) -> Proposal:
+        values, ids = step.top(self.k)
+        return Proposal(InputEdit(ids, values.softmax(-1)), step.sampled)
+
+
+def test_more_candidates_than_tokens_are_refused_with_the_two_ways_out() -> None:
+    assert_refused(ManyCandidates, ["step.top(100) of 64 tokens", "check_model(self, vocabulary)", "min(k, "])
+
+
+def test_check_model_chooses_the_vocabulary_of_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    def check_model(self: ManyCandidates, vocabulary: int) -> None:
+        if self.k > vocabulary:
+            raise UsageError(f"k={self.k} of {vocabulary} tokens")
+
+    monkeypatch.setattr(ManyCandidates, "check_model", check_model)
+    check_perturbation(ManyCandidates)
+
+
+# --- what breaks no promise and does nothing --------------------------------------------------------------
+
+
+def test_a_perturbation_that_never_acts_is_noted(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    check_perturbation(Good)
+    assert not caplog.records
+
+    def never(self: Good, step: Step) -> Proposal:
+        ids = step.sampled.unsqueeze(-1)
+        return Proposal(InputEdit(ids, torch.ones(ids.shape)), step.sampled, acts=step.sampled < 0)
+
+    monkeypatch.setattr(Good, "propose", never)
+    check_perturbation(Good)
+    assert "good acts at 0 of 49 positions of this check" in caplog.text

@@ -76,11 +76,17 @@ def test_what_a_server_answers_is_checked(name: str, found: dict[str, Any]) -> N
 
 
 def test_an_address_without_a_server_is_named(found: dict[str, Any]) -> None:
-    assert "the reward server http://127.0.0.1:9/ gave no answer (RuntimeError: Request error" in found["no server"]
+    assert "the reward server http://127.0.0.1:9/ gave no answer (Cannot connect to host" in found["no server"]
 
 
 def test_of_two_servers_each_is_asked_in_turn(found: dict[str, Any]) -> None:
     assert found["turns"] == ["/right/number", "/right/list", "/right/number", "/right/list"]
+
+
+def test_a_server_gets_what_openrlhf_sends(found: dict[str, Any]) -> None:
+    own, of_openrlhf = found["requests"]
+    assert own == of_openrlhf
+    assert own["labels"] == ["1"] and own["Content-Type"] == "application/json"
 
 
 # ---- in a process of its own -------------------------------------------------------------------------------------
@@ -90,18 +96,22 @@ class Server(BaseHTTPRequestHandler):
     """Answers a request for one response, which ends with its reward, in the form that its path names."""
 
     requested: ClassVar[list[str]] = []
+    contents: ClassVar[list[dict[str, Any]]] = []
+    """Of each request, with its headers."""
 
     def do_POST(self) -> None:
-        query = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["query"]
+        content = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        query = content["query"]
         self.requested.append(self.path)
+        self.contents.append({**content, **self.headers})
         _, kind, name = self.path.replace("_", " ").split("/")
         answer = WRONG[name][0] if kind == "wrong" else ANSWERS[name](int(query[0][-1]))
-        content = json.dumps(answer).encode()
+        answered = json.dumps(answer).encode()
         self.send_response(200)
         self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(content)))
+        self.send_header("Content-Length", str(len(answered)))
         self.end_headers()
-        self.wfile.write(content)
+        self.wfile.write(answered)
 
     def log_message(self, *arguments: object) -> None:
         pass
@@ -119,7 +129,7 @@ class Tokenizer:
         return "".join(map(chr, tokens))
 
 
-def response_of(executor: CheckedExecutor, reward: int) -> dict[str, Any]:
+def response_of(executor: Any, reward: int) -> dict[str, Any]:
     """OpenRLHF's response to a prompt whose text ends with its reward."""
 
     class Engine:
@@ -191,9 +201,15 @@ def main() -> None:
         for reward in REWARDS:
             response_of(executor, reward)
         result["turns"] = list(Server.requested)
+        Server.contents.clear()
+        of_openrlhf = SingleTurnAgentExecutor(f"{address}/right/number")
+        response_of(CheckedExecutor(SingleTurnAgentExecutor(f"{address}/right/number")), 1)
+        response_of(of_openrlhf, 1)
+        result["requests"] = list(Server.contents)
         server.shutdown()
     result["no server"] = failure_of(CheckedExecutor(SingleTurnAgentExecutor("http://127.0.0.1:9/")))
 
+    begin(run_of(openrlhf=("--reward.model_name_or_path", "judge")))
     unscored = [response_of(CheckedExecutor(SingleTurnAgentExecutor()), reward) for reward in REWARDS]
     compute("reward model", unscored, torch.tensor([[float(reward)] for reward in REWARDS]))
     print(RESULT + json.dumps(result))

@@ -2,17 +2,29 @@
 """A reward function that fails ends the run with prompt and response; a real run: tests/pipeline/test_faults.py."""
 
 import asyncio
+import json
+import threading
 import time
+from collections.abc import Iterator
+from datetime import date
 from fractions import Fraction
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
 
 from ngrpo.methods.scoring.reward_calls import SECONDS
-from ngrpo.trainers.openrlhf.rewards import CheckedExecutor, CheckedReward, RewardFailed, take_partial_metrics
+from ngrpo.trainers.openrlhf import rewards
+from ngrpo.trainers.openrlhf.rewards import (
+    CheckedExecutor,
+    CheckedReward,
+    CheckedServers,
+    RewardFailed,
+    take_partial_metrics,
+)
 from ngrpo.trainers.openrlhf.rollout_actor import RecordingExecutor
 from tests.support.run import run_with
 
@@ -42,6 +54,8 @@ GOOD = {
     "numpy array": (np.array([0.5], np.float32), 0.5),
     "numpy number": (np.float64(0.5), 0.5),
     "numpy bool": (np.bool_(True), 1.0),
+    "list of a numpy number": ([np.float32(0.5)], 0.5),
+    "list of a tensor": ([torch.tensor([0.5])], 0.5),
     "half precision": (torch.tensor([[0.5]], dtype=torch.bfloat16), 0.5),
     "tensor of a list": (torch.tensor([1.0]), 1.0),
     "tensor": (torch.tensor(0.0), 0.0),
@@ -171,13 +185,131 @@ def test_an_agent_has_one_number_too() -> None:
     assert response["observation_tokens"] == [1, 2]
 
 
-def test_an_agent_may_leave_the_score_to_a_reward_model() -> None:
+def test_an_agent_s_reward_is_its_score_where_it_has_none() -> None:
+    """OpenRLHF's dynamic filtering keeps every group without scores."""
+    for response in ({"reward": 0.5}, {"reward": 0.5, "scores": None, "extra_logs": None}):
+        assert response_of(**response)["scores"] == 0.5
+
+
+def test_an_agent_s_further_metrics_become_floats() -> None:
+    logs = {"turns": 3, "found": torch.tensor([True])}
+    assert response_of(reward=1.0, extra_logs=logs)["extra_logs"] == {"turns": 3.0, "found": 1.0}
+    assert response_of(reward=1.0, extra_logs=None)["extra_logs"] == {}
+
+
+def test_an_agent_may_leave_the_score_to_a_reward_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    run_with(monkeypatch, openrlhf=("--reward.model_name_or_path", "judge"))
     unscored = response_of(reward=None, scores=None)
     assert unscored["reward"] is None
     assert unscored["scores"] is None
 
 
-@pytest.mark.parametrize("wrong", [{"reward": float("nan")}, {"reward": 1.0, "scores": [1.0, 2.0]}], ids=str)
-def test_an_agent_without_a_number_is_named(wrong: dict[str, Any]) -> None:
-    with pytest.raises(RewardFailed, match=r"Agent returned '.*' as '.*' of one response.\n  prompt: 'What is 1 \+ 1"):
+WRONG_AGENTS: list[tuple[dict[str, Any], str]] = [
+    ({"reward": float("nan")}, "'nan' as 'reward' of one response"),
+    ({"reward": 1.0, "scores": [1.0, 2.0]}, r"'\[1.0, 2.0\]' as 'scores' of one response"),
+    ({}, "no 'reward'"),
+    ({"reward": None, "scores": 1.0}, "no 'reward'"),
+    ({"reward": 0.0, "extra_logs": {"reward": 5.0}}, "'extra_logs' with 'reward', which is OpenRLHF's own .*"),
+    ({"reward": 0.0, "extra_logs": {"acc": float("nan")}}, """'nan' as "extra_logs\\['acc'\\]" of one response"""),
+    ({"reward": 0.0, "extra_logs": {"acc": [1, 2]}}, """'\\[1, 2\\]' as "extra_logs\\['acc'\\]" of one response"""),
+    ({"reward": 0.0, "extra_logs": {"acc": "x"}}, """'x' as "extra_logs\\['acc'\\]" of one response"""),
+    ({"reward": 0.0, "extra_logs": {"acc": None}}, """'None' as "extra_logs\\['acc'\\]" of one response"""),
+    ({"reward": 0.0, "extra_logs": [1.0]}, r"'\[1.0\]' as 'extra_logs' where a dictionary of numbers is needed"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "message"), WRONG_AGENTS, ids=str)
+def test_an_agent_without_a_number_is_named(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(RewardFailed, match=rf"Agent returned {message}\.\n  prompt: 'What is 1 \+ 1.*\nAn agent must"):
         response_of(**wrong)
+
+
+# ---- servers -----------------------------------------------------------------------------------------------------
+
+GOOD_ANSWER = b'{"rewards": 0.5}'
+JSON, HTML = "application/json", "text/html"
+
+
+class Server(BaseHTTPRequestHandler):
+    """Gives the next of a test's answers, and keeps what it was asked."""
+
+    answers: ClassVar[list[tuple[int, str, bytes]]] = []
+    requests: ClassVar[list[dict[str, Any]]] = []
+
+    def do_POST(self) -> None:
+        self.requests.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+        status, content_type, content = self.answers.pop(0)
+        self.send_response(status)
+        self.send_header("Content-Type", content_type)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *arguments: object) -> None:
+        """Not on the screen."""
+
+
+@pytest.fixture
+def address(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The address of a running :class:`Server`; requests are repeated without a pause."""
+    pytest.importorskip("aiohttp")
+    monkeypatch.setattr(rewards, "_SERVER_PAUSE", 0.0)
+    Server.answers.clear()
+    Server.requests.clear()
+    with ThreadingHTTPServer(("127.0.0.1", 0), Server) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/reward"
+        server.shutdown()
+
+
+def answer_of(address: str, *, label: Any = "2") -> list[dict[str, Any]]:
+    """What OpenRLHF gets for one response in place of its own request."""
+    queries, prompts, _ = SCORED
+    return asyncio.run(CheckedServers([address])(queries, prompts, [label]))
+
+
+def failure_of(address: str, *, label: Any = "2") -> str:
+    with pytest.raises(RewardFailed) as failure:
+        answer_of(address, label=label)
+    return str(failure.value)
+
+
+def test_a_server_s_refusal_is_said_and_not_repeated(address: str) -> None:
+    Server.answers += [(422, JSON, b'{"detail":"labels: str expected"}')] * 5
+    message = (
+        f"""the reward server {address} answered with status 422, {JSON}: '{{"detail":"labels: str expected"}}'."""
+    )
+    assert failure_of(address).startswith(f"{message}\n  prompt: 'What is 1 + 1?'\n  response: ' It is 3.'\nIt must")
+    queries, prompts, labels = SCORED
+    assert Server.requests == [{"query": queries, "prompts": prompts, "labels": labels}]
+
+
+@pytest.mark.parametrize(
+    ("last", "said"),
+    [
+        ((500, HTML, b"x" * 300), f"answered with status 500, text/html: '{'x' * 199}…'"),
+        ((200, HTML, b"<p>hello</p>"), "answered with status 200, text/html: '<p>hello</p>'"),
+        ((200, JSON, b"{"), "answered with status 200, application/json: '{'"),
+    ],
+)
+def test_a_server_s_last_answer_is_said(last: tuple[int, str, bytes], said: str, address: str) -> None:
+    Server.answers += [(503, HTML, b"busy")] * 4 + [last]
+    assert f"the reward server {address} {said}." in failure_of(address)
+    assert len(Server.requests) == 5
+
+
+def test_a_busy_server_is_asked_again(address: str) -> None:
+    Server.answers += [(500, HTML, b""), (429, HTML, b"later"), (408, HTML, b"late"), (200, JSON, GOOD_ANSWER)]
+    assert answer_of(address) == [{"rewards": 0.5}]
+    assert len(Server.requests) == 4
+
+
+def test_a_label_that_json_cannot_hold_is_not_sent(address: str) -> None:
+    said = failure_of(address, label=[date(2024, 1, 1)])
+    assert said.startswith("the label cannot be sent as JSON: Object of type date is not JSON serializable, in '[dat")
+    assert "prompt: 'What is 1 + 1?'" in said and "Store labels as texts" in said
+    assert Server.requests == []
+
+
+def test_an_address_without_a_server_says_why(address: str) -> None:
+    assert "http://127.0.0.1:9/ gave no answer (Cannot connect to host 127.0.0.1:9" in failure_of("http://127.0.0.1:9/")

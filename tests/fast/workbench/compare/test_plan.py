@@ -159,6 +159,78 @@ def test_evaluation_and_diagnosis_follow_the_task() -> None:
     assert comparison.diagnosis[-4:] == ("--strategy", "none", "--strategy", "neighbor")
 
 
+DATASET = "--model smollm2-135m --data.prompt_dataset p.jsonl --eval.dataset e.jsonl"
+
+
+def plan_of_dataset(words: str) -> Plan:
+    """The plan of a comparison of two arms on datasets, without a task."""
+    return read_plan(shlex.split(f"--perturbations none,neighbor {DATASET} {words}"))[0]
+
+
+def test_the_training_s_problems_are_read_and_scored_as_the_training_does() -> None:
+    words = "--data.input_key question --data.label_key gold --reward.remote_url r.py --data.prompt_split a"
+    comparison = plan_of_dataset(f"{words} --eval.split b")
+    evaluation = Flags(comparison.evaluation or ())
+    diagnosis = Flags(comparison.diagnosis or ())
+    settings = {"--input-key": "question", "--label-key": "gold", "--scorer": "r.py", "--instruction": ""}
+    for name, value in settings.items():
+        assert evaluation.value(name) == diagnosis.value(name) == value
+    assert [evaluation.value(name) for name in ("--data", "--split")] == ["e.jsonl", "b"]
+    assert [diagnosis.value(name) for name in ("--data", "--split")] == ["p.jsonl", "a"]
+    assert comparison.notes == ()
+
+
+def test_options_of_the_evaluation_override_those_of_the_training() -> None:
+    words = "--data.label_key gold --reward.remote_url r.py"
+    own = plan_of_dataset(f"{words} --eval.label-key answer --eval.scorer math --diagnose.instruction Think.")
+    assert [Flags(own.evaluation or ()).value(name) for name in ("--label-key", "--scorer")] == ["answer", "math"]
+    assert Flags(own.diagnosis or ()).value("--instruction") == "Think."
+    other_problems = plan_of_dataset(f"{words} --eval.data aime2025")
+    assert other_problems.evaluation == ("--n", "8", "--data", "aime2025")
+
+
+@pytest.mark.parametrize(
+    "reward",
+    [
+        "--reward.remote_url http://localhost:5000/score",
+        "--reward.model_name_or_path a/judge",
+        "--train.agent_func_path agent.py",
+    ],
+)
+def test_a_reward_that_is_no_scorer_is_warned_of(reward: str) -> None:
+    comparison = plan_of_dataset(reward)
+    of_evaluation, of_diagnosis = comparison.notes
+    assert of_evaluation.startswith("without --eval.scorer the problems of --eval.dataset e.jsonl are scored by math")
+    assert f"not by the training's {reward}" in of_evaluation
+    assert of_diagnosis.startswith("without --diagnose.scorer the problems of --data.prompt_dataset p.jsonl")
+    assert not Flags(comparison.evaluation or ()).has("--scorer")
+    others = "--eval.scorer math --diagnose.data aime2025"
+    assert plan_of_dataset(f"{reward} {others}").notes == ()
+    assert plan_of_dataset(f"{reward} --eval.data none --diagnose.prompts 0").notes == ()
+
+
+def test_a_warning_of_the_plan_is_printed() -> None:
+    messages: list[str] = []
+    words = f"--perturbations none {DATASET} --hardware cpu --reward.remote_url http://localhost:9/score"
+    with pytest.raises(UsageError, match=r"p\.jsonl: there is no such file"):
+        command.run(shlex.split(words), report=messages.append)
+    assert messages[0].startswith("warning: without --eval.scorer")
+
+
+@pytest.mark.parametrize(
+    ("words", "kept"),
+    [
+        pytest.param("", False, id="the evaluation of the trained models alone reads it"),
+        pytest.param("--eval.steps 2", True, id="the trainings evaluate"),
+        pytest.param("--strategy 'none --eval.at_start=true'", True, id="the training of an arm evaluates"),
+        pytest.param("--eval.data aime2025", True, id="nothing reads it, as a warning says"),
+    ],
+)
+def test_trainings_that_do_not_evaluate_are_not_given_the_dataset_of_the_evaluation(words: str, kept: bool) -> None:
+    """`ngrpo train` warns of a dataset without evaluations that nothing would be evaluated."""
+    assert Flags(plan_of_dataset(f"--eval.split b {words}").shared).has("--eval.dataset", "--eval.split") == kept
+
+
 def test_evaluation_and_diagnosis_can_be_left_out() -> None:
     bare = plan("--perturbations", "none", "--eval.data", "none", "--diagnose.prompts", "0")
     assert bare.evaluation is None

@@ -251,7 +251,7 @@ def prompt_statistics(**fields: Any) -> Any:
     usual = dict.fromkeys(
         ("reward", "edit_distance", "distinct", "parseable", "repetition", "nll"), np.array([0.5, 1.0])
     )
-    usual |= {"tokens": np.array([10.0, 30.0]), "group": 4, "everyone": np.array([[0, 1]])}
+    usual |= {"tokens": np.array([10.0, 30.0]), "group_size": 4, "everyone": np.array([[0, 1]])}
     return SimpleNamespace(**{**usual, **fields})
 
 
