@@ -6,10 +6,12 @@ import math
 import os
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from functools import lru_cache
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 from perturbations.errors import UsageError, require
@@ -84,11 +86,19 @@ def call(reward_func: Callable[..., Any], query: str, prompt: str, label: object
     if not returned:
         raise RewardFault(f"did not return within {seconds:g} s (the environment variable {SECONDS} sets the limit)")
     if isinstance(returned[0], BaseException):
-        raise RewardFault(f"raised {type(returned[0]).__name__}: {returned[0]}") from returned[0]
+        error = returned[0]
+        raise RewardFault(f"raised {type(error).__name__}: {error}{_place(error, reward_func)}") from error
     try:
         return with_floats(returned[0])
     except ValueError as error:
         raise RewardFault(f"returned {error}") from None
+
+
+def _place(error: BaseException, reward_func: Callable[..., Any]) -> str:
+    """The innermost line of the reward's file that an error passed, for a message; empty where it passed none."""
+    file = reward_func.__code__.co_filename if isinstance(reward_func, FunctionType) else None
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+    return f", in line {frames[-1].lineno} of {Path(frames[-1].filename).name}: {frames[-1].line}" if frames else ""
 
 
 def with_floats(result: object) -> dict[str, Any]:

@@ -103,7 +103,7 @@ def test_they_agree_on_math_verify(tmp_path: Path) -> None:
         ("{'rewards': [1.0, 0.0]}", r"returned '\[1.0, 0.0\]' as 'rewards' of one response"),
         ("{'rewards': 1.0, 'scores': [1.0, 0.0]}", r"returned '\[1.0, 0.0\]' as 'scores' of one response"),
         ("{'rewards': 'yes'}", "returned 'yes' as 'rewards' of one response"),
-        ("labels['gold']", "raised TypeError: list indices"),
+        ("labels['gold']", r"raised TypeError: list indices .*, in line \d+ of reward\.py: return labels\['gold'\]"),
         ("{'rewards': 1.0, 'extra_logs': [1.0]}", r"returned '\[1.0\]' as 'extra_logs' where a dictionary"),
         ("{'rewards': 1.0, 'extra_logs': {'why': 'no box'}}", r"""returned 'no box' as "extra_logs\['why'\]" of one"""),
         ("{'rewards': 1.0, 'extra_logs': {'reward': 9}}", "returned 'extra_logs' with 'reward', .*: give it another"),
