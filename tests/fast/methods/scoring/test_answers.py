@@ -135,5 +135,7 @@ def test_reward_file(tmp_path: Path, body: str, gold: str, reward: float, correc
     assert (verdict.reward, verdict.correct, verdict.extracted) == (reward, correct, "7")
     file.write_text("def reward_func(queries, prompts, labels):\n    raise KeyError('gold')\n")
     reward_calls.load.cache_clear()
-    with pytest.raises(UsageError, match=r"reward\.py: reward_func raised KeyError: 'gold', for problem 'p'"):
+    with pytest.raises(
+        UsageError, match=r"reward\.py: reward_func raised KeyError: 'gold', in line 2 .*, for problem 'p'"
+    ):
         score(problem("7", str(file)), "7")
