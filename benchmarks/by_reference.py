@@ -2,14 +2,12 @@
 """Splits the scores of a comparison by the problems' references: does a run solve the task, or repeat one answer?
 
     python examples/study/problems.py gcd runs/problems 32
-    python -m benchmarks.by_reference docs/results/study3/gcd/results.json.gz runs/problems/gcd-eval.jsonl
+    python -m benchmarks.by_reference docs/results/study3 gcd runs/problems/gcd-eval.jsonl
 
 Where one reference is common, a model that gives it to every question has its share as a score. The problem file is
 the one that the comparison evaluated: its rows are in the order of the results' problems.
 """
 
-import gzip
-import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,6 +17,9 @@ import numpy as np
 
 from benchmarks.command_line import parser_of
 from benchmarks.markdown import table_lines
+from benchmarks.publishing import comparisons
+from ngrpo.machine.storage.datafiles import read_rows
+from ngrpo.workbench.statistics import mean_at_n
 
 
 def report(results: Mapping[str, Any], references: Sequence[str], most: int) -> str:
@@ -36,7 +37,7 @@ def report(results: Mapping[str, Any], references: Sequence[str], most: int) -> 
         problems = evaluation["problems"]
         if len(problems) != len(references):
             raise ValueError(f"{name} was evaluated on {len(problems)} problems; the file has {len(references)}.")
-        scores = np.array([problem["correct"] / problem["n"] for problem in problems])
+        scores = np.array([mean_at_n(problem["n"], problem["correct"]) for problem in problems])
         cells = []
         for reference in common:
             cells.append(scores[[reference == other for other in references]].mean())
@@ -51,17 +52,17 @@ def report(results: Mapping[str, Any], references: Sequence[str], most: int) -> 
 def main() -> None:
     """Reads both files and prints the tables."""
     parser = parser_of(__doc__)
-    parser.add_argument("results", type=Path, help="results.json of a comparison, or published as results.json.gz")
-    parser.add_argument("problems", type=Path, help="the evaluated problems, JSONL with a column `label`")
+    parser.add_argument("study", type=Path, help="a folder of comparisons, or of published ones")
+    parser.add_argument("task", help="the comparison's folder in it")
+    parser.add_argument("problems", help="the evaluated problems, a file with a column `label`")
     parser.add_argument("--most", type=int, default=3, help="columns for so many of the commonest references [3]")
     options = parser.parse_args()
-    content = options.results.read_bytes()
-    if options.results.suffix == ".gz":
-        content = gzip.decompress(content)
-    rows = options.problems.read_text(encoding="utf-8").splitlines()
-    references = [json.loads(row)["label"] for row in rows]
+    by_task = comparisons(parser, options.study, "`ngrpo compare`")
+    if options.task not in by_task:
+        parser.error(f"{options.study} has no comparison {options.task!r}; there are {sorted(by_task)}")
+    references = [str(row["label"]) for row in read_rows("problems", options.problems)]
     try:
-        print(report(json.loads(content), references, options.most))
+        print(report(by_task[options.task], references, options.most))
     except ValueError as error:
         parser.error(str(error))
 

@@ -145,15 +145,14 @@ def _ids(evaluation: Results) -> list[str] | None:
 
 def _check_arms(first: Sequence[Results], more: Sequence[Results]) -> None:
     """Raises ``ValueError`` where an arm of both parts was run with other options."""
-    options = {arm["id"]: arm["perturbation"] or {} for arm in first}
+    first_options = {arm["id"]: arm["perturbation"] or {} for arm in first}
     for arm in more:
-        perturbation = arm["perturbation"] or {}
-        # Options that only one of the parts has are of a later release, which adds them with defaults.
-        shared = options.get(arm["id"], {}).keys() & perturbation.keys()
-        unlike = {name: (options[arm["id"]][name], perturbation[name]) for name in shared}
-        for name, (one, other) in unlike.items():
-            if one != other:
-                raise ValueError(f"arms {arm['id']!r} with different {name} are not joined: {one} and {other}")
+        options = arm["perturbation"] or {}
+        for name, first_value in first_options.get(arm["id"], {}).items():
+            # An option that only one of the parts has is of a later release, which adds it with a default.
+            value = options.get(name, first_value)
+            if value != first_value:
+                raise ValueError(f"arms {arm['id']!r} with different {name} are not joined: {first_value} and {value}")
 
 
 def _joined_diagnosis(first: Results, more: Results | None) -> Results:

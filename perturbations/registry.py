@@ -90,8 +90,7 @@ class Registry:
 
     def installed(self) -> dict[str, EntryPoint]:
         """Names from installed packages, and their entry points, without those that are :attr:`hidden`."""
-        in_tree = self.in_tree()
-        return {point.name: point for point in entry_points(group=self.group) if point.name not in in_tree}
+        return {point.name: point for point in entry_points(group=self.group) if point.name not in self.hidden}
 
     @cached_property  # `create` looks here each time, and reading the entry points takes 20 ms
     def hidden(self) -> dict[str, EntryPoint]:

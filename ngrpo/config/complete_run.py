@@ -16,7 +16,7 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
-from ngrpo.config import added_flags, compatibility, flag_checks
+from ngrpo.config import added_flags, batch_checks, compatibility, flag_checks
 from ngrpo.config.feature_kinds import MODEL, Combination
 from ngrpo.config.kinds import run_level_kinds
 from ngrpo.config.run import OVERLONG, PRESETS, RunConfig
@@ -219,7 +219,7 @@ def of_task(complete: CompleteRun) -> dict[str, Default]:
 
 def of_limits(complete: CompleteRun) -> dict[str, Default]:
     """A limit of the data's rows, where the last step of a pass would hang with all of them."""
-    return flag_checks.row_limit(complete.flags)
+    return batch_checks.row_limit(complete.flags)
 
 
 ALGORITHM: tuple[Layer, ...] = (of_folder, of_methods, of_preset)

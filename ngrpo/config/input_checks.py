@@ -18,7 +18,7 @@ from ngrpo.machine.models import architecture, conversation, packaged
 from ngrpo.machine.models.conversation import TOOLS, ValueKind
 from ngrpo.machine.storage.datafiles import ENDINGS, label_of, read_rows
 from ngrpo.machine.storage.result_folder import read_json
-from ngrpo.machine.upstream.openrlhf_flags import Flags
+from ngrpo.machine.upstream.openrlhf_flags import DATASETS, Flags
 from ngrpo.machine.upstream.types import PreTrainedTokenizerBase
 from ngrpo.methods.policy_noises.base import PolicyNoise
 from perturbations.base import Perturbation
@@ -28,8 +28,6 @@ from perturbations.testing import PerturbationError
 
 # --- datasets: files, columns and values ------------------------------------------------------------
 
-DATASETS = {"--data.prompt_dataset": "--data.prompt_split", "--eval.dataset": "--eval.split"}
-"""The flags of datasets, each with that of its split."""
 # `Dataset.save_to_disk` writes the first, `DatasetDict.save_to_disk` the second.
 _SAVED = ("state.json", "dataset_dict.json")
 TEMPLATE = conversation.APPLY

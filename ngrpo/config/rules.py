@@ -7,15 +7,14 @@ from functools import partial
 from typing import Literal
 
 from ngrpo import patches
-from ngrpo.config import compatibility, complete_run, datasources, flag_checks, input_checks, stretches
+from ngrpo.config import batch_checks, compatibility, complete_run, datasources, flag_checks, input_checks, stretches
 from ngrpo.config.complete_run import CompleteRun
 from ngrpo.config.feature_kinds import ESTIMATOR, MODEL, Combination
-from ngrpo.config.input_checks import DATASETS
 from ngrpo.config.run import RunConfig
 from ngrpo.machine.hardware import gpu_plan, host_plan, stand_ins, surroundings
 from ngrpo.machine.models import architecture, experts
 from ngrpo.machine.upstream import placement, versions
-from ngrpo.machine.upstream.openrlhf_flags import MODEL_NAMES
+from ngrpo.machine.upstream.openrlhf_flags import DATASETS, MODEL_NAMES
 from ngrpo.methods.scoring import reward_files
 
 Stage = Literal["start", "data", "model"]
@@ -144,7 +143,7 @@ RULES = (
     Rule(
         "start",
         "the batches divide over the ranks",
-        lambda complete: flag_checks.check_batches(complete.args),
+        lambda complete: batch_checks.check_batches(complete.args),
     ),
     Rule("start", "the upstream patches match the installed packages", check_patches),
     Rule(
@@ -175,7 +174,7 @@ RULES = (
     ),
     Rule("data", "dataset and reward", check_data),
     Rule("data", "reward servers answer", check_servers),
-    Rule("data", "the last step of a pass", lambda complete: flag_checks.check_rows(complete.flags)),
+    Rule("data", "the last step of a pass", lambda complete: batch_checks.check_rows(complete.flags)),
     Rule(
         "data",
         "evaluation",

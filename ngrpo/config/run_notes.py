@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from math import ceil
 
-from ngrpo.config import flag_checks, idle_flags, input_checks, stretches
+from ngrpo.config import batch_checks, flag_checks, idle_flags, input_checks, stretches
 from ngrpo.config.complete_run import CompleteRun
 from ngrpo.config.feature_kinds import ASYNC, CORRECTION, ESTIMATOR
 from ngrpo.config.run import GROUP_BASELINES, RunConfig
 from ngrpo.machine.hardware import gpu_notes, host_plan
 from ngrpo.machine.upstream import placement
-from ngrpo.machine.upstream.openrlhf_flags import SIZES, Flags
+from ngrpo.machine.upstream.openrlhf_flags import DATASETS, SIZES, Flags
 from ngrpo.methods.scoring import reward_alarms, reward_files
 from perturbations.errors import UsageError
 
@@ -37,7 +37,7 @@ def start_lines(complete: CompleteRun) -> list[str]:
 def label_notes(complete: CompleteRun) -> Iterator[str]:
     """Warnings about labels that only some rewards can read, and about a reward function without labels."""
     by_user = Flags(complete.run.openrlhf).without_false()
-    for dataset in input_checks.DATASETS:
+    for dataset in DATASETS:
         with suppress(UsageError):  # a rule reports it
             note = input_checks.label_note(dataset, by_user)
             if note is not None:
@@ -211,11 +211,11 @@ NOTES: tuple[Callable[[CompleteRun], Iterable[str]], ...] = (
     centering_notes,
     staleness_notes,
     loss_notes,
-    lambda complete: flag_checks.few_rows_notes(complete.flags),
-    lambda complete: flag_checks.last_step_notes(complete.flags),
-    lambda complete: flag_checks.unread_rows_notes(complete.flags),
-    lambda complete: flag_checks.evaluation_notes(complete.flags),
-    lambda complete: flag_checks.best_metric_notes(complete.flags),
+    lambda complete: batch_checks.few_rows_notes(complete.flags),
+    lambda complete: batch_checks.last_step_notes(complete.flags),
+    lambda complete: batch_checks.unread_rows_notes(complete.flags),
+    lambda complete: batch_checks.evaluation_notes(complete.flags),
+    lambda complete: batch_checks.best_metric_notes(complete.flags),
     stretches.notes,
     lambda complete: input_checks.template_notes(complete.flags),
     lambda complete: input_checks.cut_notes(complete.flags),

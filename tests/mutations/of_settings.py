@@ -70,7 +70,7 @@ MUTATIONS = {
         ),
         ('if name == "name" or defaults.get(name) != value}', "if True}", "verl: options at their defaults"),
     ],
-    ("ngrpo/config/flag_checks.py", "machine/upstream/test_placement.py::TestRows"): [
+    ("ngrpo/config/batch_checks.py", "machine/upstream/test_placement.py::TestRows"): [
         (
             "return min(limit, sum(min(limit, count) for count in counts))",
             "return sum(min(limit, count) for count in counts)",

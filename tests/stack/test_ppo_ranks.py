@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which numbers of answers OpenRLHF 0.11.2 can train on with several ranks; the others hang, or shift the updates.
 
-The start-up rule (`ngrpo/config/flag_checks.py`) must say the same of each number. The ranks run this file: OpenRLHF
+The start-up rule (`ngrpo/config/batch_checks.py`) must say the same of each number. The ranks run this file: OpenRLHF
 and DeepSpeed themselves cut the answers into micro-batches, hand these out, train a tiny model on them, and count the
 updates. Only Ray, which would carry the answers to the ranks, is left out. A collective that waits for ten seconds is
 a hang.
@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from ngrpo.config import flag_checks
+from ngrpo.config import batch_checks
 from ngrpo.machine.upstream.openrlhf_flags import Flags, parsed
 from tests.support.own_process import RESULT, become_rank, run_two_ranks
 from tests.support.tiny_folder import tiny_folder
@@ -72,7 +72,7 @@ def trained(folder: str, ranks: int, micro: int, *cases: Case) -> list[list[Any]
     for case, results in zip(cases, results_by_case, strict=True):
         flags = Flags(arguments(folder, ranks, micro, case.micro_rollout))
         ended_well = not any(result["error"] for result in results)
-        assert flag_checks.trains_on_all_ranks(flags.args, case.answers) == ended_well, str(case)
+        assert batch_checks.trains_on_all_ranks(flags.args, case.answers) == ended_well, str(case)
         outcomes.append([result["error"] or result["micro_batches"] for result in results])
     return outcomes
 

@@ -29,6 +29,8 @@ MODEL_NAMES = "model_name_or_path"
 """The end of each flag that names a model."""
 SIZES = ("--rollout.batch_size", "--rollout.n_samples_per_prompt", "--train.batch_size", "--train.max_epochs")
 """Prompts of a step, responses to each, responses of an update, and how often a step trains its responses."""
+DATASETS = {"--data.prompt_dataset": "--data.prompt_split", "--eval.dataset": "--eval.split"}
+"""The flags of the training's and of the evaluation's data, each with that of its split."""
 # For a loss that is weighted by min(π / π_rollout, 10).
 TRUNCATED_WEIGHTS: dict[str, Default] = {
     "--algo.advantage.is_correction_level": "token",

@@ -20,6 +20,8 @@ from perturbations.errors import UsageError, require
 SECONDS = "NGRPO_REWARD_SECONDS"
 _DEFAULT_SECONDS = 600.0
 _SHOWN = 200
+FIX = "It must return {'rewards': a finite number} for each response, such as 0 for one that it cannot read."
+"""What a user can do about a :class:`RewardFault` of a reward function."""
 _OF_OPENRLHF = (
     *("reward", "score", "response_clip_ratio", "response_length", "truncated", "total_length"),
     *("kl", "logprobs_diff", "return", "group_reward_std"),
@@ -98,7 +100,10 @@ def _place(error: BaseException, reward_func: Callable[..., Any]) -> str:
     """The innermost line of the reward's file that an error passed, for a message; empty where it passed none."""
     file = reward_func.__code__.co_filename if isinstance(reward_func, FunctionType) else None
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
-    return f", in line {frames[-1].lineno} of {Path(frames[-1].filename).name}: {frames[-1].line}" if frames else ""
+    if not frames:
+        return ""
+    innermost = frames[-1]
+    return f", in line {innermost.lineno} of {Path(innermost.filename).name}: {innermost.line}"
 
 
 def with_floats(result: object) -> dict[str, Any]:

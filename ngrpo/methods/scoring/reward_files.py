@@ -21,6 +21,8 @@ _EXECUTOR = "AgentExecutor()"
 _FILE = "--reward.remote_url"
 _AGENT = "--train.agent_func_path"
 _MODEL = "--reward.model_name_or_path"
+REWARDS = (_FILE, _MODEL, _AGENT)
+"""The flags that name where rewards come from, of which a training takes one."""
 _LABELS = "--data.label_key"
 _SERVER_SECONDS = 10.0
 _NO_SERVER_BEHIND = (502, 503, 504)  # Bad Gateway, Service Unavailable, Gateway Timeout
@@ -30,11 +32,17 @@ Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 def check_any(flags: Flags) -> None:
     """Raises ``UsageError`` for flags that name no reward at all."""
-    if not any(flags.value(name) for name in (_FILE, _AGENT, _MODEL)):
+    if not any(flags.value(name) for name in REWARDS):
         raise UsageError(
             f"no reward: give --task NAME, {_FILE} with a Python file that has reward_func, or {_MODEL} with a reward"
             " model."
         )
+
+
+def python_file(flags: Flags) -> str | None:
+    """The user's file with the reward function; None where rewards come from elsewhere."""
+    source = flags.value(_FILE) or ""
+    return source if source.endswith(".py") else None
 
 
 def check_rewards(flags: Flags) -> None:
@@ -83,8 +91,8 @@ def check_server(address: str) -> None:
 
 def label_note(flags: Flags) -> str | None:
     """A warning about a user's reward function that has its labels in its text, where none are given to it."""
-    source = flags.value(_FILE) or ""
-    if flags.value(_LABELS) or not source.endswith(".py"):
+    source = python_file(flags)
+    if flags.value(_LABELS) or source is None:
         return None
     if _check_python(_FILE, source, _REWARD_FUNC) is None:
         return None

@@ -205,8 +205,7 @@ def score(problem: Problem, text: str, *, prompt: str | None = None, end: str = 
         result = reward_calls.call(reward_func, prompt + text + end, prompt, raw_label, reward_calls.seconds_allowed())
     except reward_calls.RewardFault as fault:
         raise UsageError(
-            f"scorer {problem.scorer}: reward_func {fault}, for problem {problem.id!r}. It must return {{'rewards': a"
-            " finite number} for each response, such as 0 for one that it cannot read."
+            f"scorer {problem.scorer}: reward_func {fault}, for problem {problem.id!r}. {reward_calls.FIX}"
         ) from fault
     # OpenRLHF takes the reward for the score where a reward function returns no score, or None.
     score_of_response = result["rewards"] if result.get("scores") is None else result["scores"]

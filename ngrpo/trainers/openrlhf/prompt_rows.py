@@ -6,15 +6,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ngrpo.machine.storage.datafiles import ENDINGS, Row, is_nothing, label_of, read_rows, with_shortest_floats
+from ngrpo.machine.upstream.openrlhf_flags import DATASETS
 from ngrpo.machine.upstream.patch import around
 from ngrpo.machine.upstream.types import DeepspeedStrategy
 from perturbations.errors import UsageError, require
 
 if TYPE_CHECKING:
     from pyarrow import DataType
-
-_TRAINED = ("--data.prompt_dataset", "--data.prompt_split")
-_EVALUATED = ("--eval.dataset", "--eval.split")
 
 
 class Place(NamedTuple):
@@ -93,8 +91,8 @@ def blending_datasets(
     becomes a datetime, and the labels 7 and 7.5 become 7.0 and 7.5.
     """
     args = require(require(strategy, "strategy").args, "strategy.args")
-    is_trained = datasets == args.data.prompt_dataset
-    flag, split_flag = _TRAINED if is_trained else _EVALUATED
+    trained, evaluated = DATASETS
+    flag = trained if datasets == args.data.prompt_dataset else evaluated
     sources = []
     for name in datasets.split(","):
         name = name.strip()
@@ -109,8 +107,8 @@ def blending_datasets(
             if error.name != "select" or not isinstance(error.obj, dict):
                 raise
             raise UsageError(
-                f"{subject}: has no split {dataset_split!r} ({split_flag}). Its splits: {', '.join(error.obj)}. Name"
-                f" one of them with {split_flag}."
+                f"{subject}: has no split {dataset_split!r} ({DATASETS[flag]}). Its splits: {', '.join(error.obj)}."
+                f" Name one of them with {DATASETS[flag]}."
             ) from None
         has_labels = args.data.label_key in rows.features
         label_type = rows.features.arrow_schema.field(args.data.label_key).type if has_labels else None

@@ -24,7 +24,6 @@ from ngrpo.methods.scoring import reward_calls
 from ngrpo.methods.scoring.reward_calls import short
 from perturbations.errors import UsageError
 
-_FUNCTION_FIX = "It must return {'rewards': a finite number} for each response, such as 0 for one that it cannot read."
 _SERVER_FIX = (
     "It must answer a POST of {'query': […], 'prompts': […], 'labels': […]} with {'rewards': a finite number}, such as"
     " 0 for a response that it cannot read, as application/json."
@@ -132,7 +131,7 @@ class CheckedReward(_Source):
         try:
             return reward_calls.call(self._reward_func, queries[0], prompts[0], labels[0], self._seconds)
         except reward_calls.RewardFault as fault:
-            raise self._fail(f"the reward function {fault}", queries[0], prompts[0], _FUNCTION_FIX) from None
+            raise self._fail(f"the reward function {fault}", queries[0], prompts[0], reward_calls.FIX) from None
 
 
 class CheckedServers(_Source):

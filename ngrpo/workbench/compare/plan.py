@@ -19,7 +19,8 @@ from ngrpo.config.arms import Arm, parse_arms, swept_key
 from ngrpo.config.run import SETTINGS, RunConfig
 from ngrpo.machine.models import conversation, packaged
 from ngrpo.machine.storage import datafiles
-from ngrpo.machine.upstream.openrlhf_flags import Flag, Flags
+from ngrpo.machine.upstream.openrlhf_flags import DATASETS, Flag, Flags
+from ngrpo.methods.scoring import reward_files
 from ngrpo.workbench.diagnose import policy_of
 from perturbations.errors import UsageError, nearest
 from perturbations.options import coerce
@@ -47,8 +48,6 @@ _TRAINING = (
 )
 # Flags with which a training evaluates.
 _EVALUATING = ("--eval.steps", "--eval.at_start")
-# Where the rewards of a training without a task come from; a training refuses two of them.
-_REWARDS = ("--reward.remote_url", "--reward.model_name_or_path", "--train.agent_func_path")
 # The prefixes of flags for other commands, each with the training flags that share the prefix.
 _GROUPS: dict[str, tuple[str, ...]] = {"eval": _TRAINING, "diagnose": ()}
 
@@ -385,7 +384,7 @@ def _evaluation(options: Flags, shared: Flags, model: str) -> tuple[str, ...] | 
     for flag in options:
         if flag.name in ("--model", "--out") or flag.name.startswith("--perturbation"):
             raise UsageError(f"--eval.{flag.name[2:]} is set by ngrpo compare for each run; leave it out.")
-    options = options.with_defaults(_problems(options, shared, "--eval.dataset", "--eval.split"))
+    options = options.with_defaults(_problems(options, shared, "--eval.dataset"))
     if not options.has("--data", "--task") or options.value("--data") == "none":
         return None
     return tuple(options.with_defaults({"--n": "8", **packaged.evaluation_flags(model)}).argv)
@@ -400,7 +399,7 @@ def _diagnosis(options: Flags, shared: Flags, arms: Sequence[Arm]) -> tuple[str,
     }
     options = options.with_defaults(
         {
-            **_problems(options, shared, "--data.prompt_dataset", "--data.prompt_split"),
+            **_problems(options, shared, "--data.prompt_dataset"),
             "--prompts": "8",
             **_values_of(shared, rollout_settings),
             **({} if options.has(*conversation.EVALUATION_FLAGS) else conversation.flags_like(shared)),
@@ -419,22 +418,24 @@ def _diagnosis(options: Flags, shared: Flags, arms: Sequence[Arm]) -> tuple[str,
     return tuple(argv)
 
 
-def _problems(options: Flags, shared: Flags, dataset: str, split: str) -> dict[str, str]:
+def _problems(options: Flags, shared: Flags, dataset: str) -> dict[str, str]:
     """The training's problems where options name none: its task, or a flag's dataset.
 
     A dataset is read with the columns, prompts and reward of the training; :func:`_scorer_notes` warns of a reward that
     cannot be a scorer.
     """
+    if options.has("--data", "--task"):
+        return {}
     if not _takes_dataset(options, shared, dataset):
-        return {} if options.has("--data", "--task") else _values_of(shared, {"--task": "--task"})
+        return _values_of(shared, {"--task": "--task"})
     same_settings = {
         "--data": dataset,
-        "--split": split,
+        "--split": DATASETS[dataset],
         "--input-key": "--data.input_key",
         "--label-key": "--data.label_key",
     }
     problems = {**_values_of(shared, same_settings), "--instruction": ""}  # a training appends nothing to its prompts
-    scorer = _reward_file(shared)
+    scorer = reward_files.python_file(shared)
     if scorer is not None:
         problems["--scorer"] = scorer
     return problems
@@ -442,26 +443,22 @@ def _problems(options: Flags, shared: Flags, dataset: str, split: str) -> dict[s
 
 def _takes_dataset(options: Flags, shared: Flags, dataset: str) -> bool:
     """Whether the problems are those of a flag's dataset: options name none, and the training has no task."""
-    return not options.has("--data", "--task") and not shared.value("--task") and bool(shared.value(dataset))
+    if options.has("--data", "--task") or shared.value("--task"):
+        return False
+    return bool(shared.value(dataset))
 
 
 def _scorer_notes(scorer: str, options: Flags, shared: Flags, dataset: str) -> list[str]:
     """A warning where problems of the training are not scored by its reward; ``scorer`` is the flag of another one."""
-    if options.has("--scorer") or _reward_file(shared) or not _takes_dataset(options, shared, dataset):
+    if options.has("--scorer") or reward_files.python_file(shared) or not _takes_dataset(options, shared, dataset):
         return []
     return [
         f"without {scorer} the problems of {dataset} {shared.value(dataset)} are scored by math, or by choice where a"
         f" question lists options, and not by the training's {flag} {shared.value(flag)}: only a Python file with"
         f" reward_func can be a scorer. Give {scorer} FILE.py for another."
-        for flag in _REWARDS
+        for flag in reward_files.REWARDS
         if shared.value(flag)
     ]
-
-
-def _reward_file(shared: Flags) -> str | None:
-    """The Python file of the training's reward, which can be a scorer; None for another reward."""
-    reward = shared.value("--reward.remote_url") or ""
-    return reward if reward.endswith(".py") else None
 
 
 def _values_of(flags: Flags, same_settings: Mapping[str, str]) -> dict[str, str]:

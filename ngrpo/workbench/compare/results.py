@@ -17,12 +17,12 @@ from ngrpo.machine.upstream.versions import CODE, machine, recorded_versions
 from ngrpo.workbench import statistics
 from ngrpo.workbench.compare.plan import Plan, Run
 from ngrpo.workbench.compare.runs import ComparisonFolder, status
-from ngrpo.workbench.evaluate.evaluation import unscored, unscored_warnings
+from ngrpo.workbench.evaluate.evaluation import UNSCORED, unscored, unscored_warnings
 from ngrpo.workbench.report import write_report
 from ngrpo.workbench.report.charts import evaluations
 from ngrpo.workbench.report.headline import by_arm, evaluated
 from ngrpo.workbench.report.responses import MOST_BYTES, fitting
-from ngrpo.workbench.report.values import dig, format_number, shares
+from ngrpo.workbench.report.values import dig, failed_runs, format_number, shares
 
 _COSTS = ("tokens_per_second", "step_seconds", "record_bytes_per_token")
 _CSV_STEP = ("reward", "rate", "shift", "gap_perturbed_mean", "gap_plain_mean", *_COSTS)
@@ -142,12 +142,12 @@ def unlike_conditions(runs: Sequence[Mapping[str, Any]]) -> list[str]:
         for run in runs:
             if run["status"] == "done" and run.get(key):
                 conditions.setdefault(run["seed"], set()).add(run[key])
-        unlike = {seed: sorted(found) for seed, found in conditions.items() if len(found) > 1}
-        for seed, found in unlike.items():
-            warnings.append(
-                f"seed {seed}: its runs differ in the {what} ({', '.join(found)}), and not only in their arms. To run"
-                " them alike, give --out another folder."
-            )
+        for seed, found in conditions.items():
+            if len(found) > 1:
+                warnings.append(
+                    f"seed {seed}: its runs differ in the {what} ({', '.join(sorted(found))}), and not only in their"
+                    " arms. To run them alike, give --out another folder."
+                )
     return warnings
 
 
@@ -225,19 +225,15 @@ def summarise(
             difference = row["difference"] and row["difference"]["mean_at_n"]
             shared_seeds = done_runs[arm].keys() & done_runs[baseline].keys()
             row["verdict"] = verdict(difference, f"Mean@{row['n']}", baseline, len(shared_seeds))
-            row["verdict"] += _left_out({arm: failed[arm], baseline: failed[baseline]})
+            left_out = failed_runs({arm: failed[arm], baseline: failed[baseline]})
+            if left_out:  # after failures the luckier runs may remain
+                row["verdict"] += f"; failed runs are left out: {left_out}"
         if threshold is not None:
             row["above"] = _above(done_runs[arm], threshold)
             row["verdict"] += f"; {row['above']['runs']} of {row['above']['of']} runs end above {threshold:g}"
     if threshold is not None:
         _compare_counts(rows, baseline)
     return rows
-
-
-def _left_out(failed_seeds: Mapping[str, Sequence[int]]) -> str:
-    """What a verdict leaves out, for its end: the failed runs of both arms, after which the luckier ones may remain."""
-    failed = [f"{len(seeds)} of {arm}" for arm, seeds in failed_seeds.items() if seeds]
-    return f"; failed runs are left out: {' and '.join(failed)}" if failed else ""
 
 
 def _above(runs: Runs, threshold: float) -> dict[str, Any]:
@@ -293,7 +289,7 @@ def _row(
     row["cost"] = _cost(runs, baseline_runs, shared_seeds)
     unscored_by_run = [unscored(run["evaluation"] or {}) for run in runs.values()]
     row["unscored"] = {}
-    for key in ("cut", "unreadable", "timed_out"):
+    for key in UNSCORED:
         row["unscored"][key] = statistics.mean_of_known(unscored_shares[key] for unscored_shares in unscored_by_run)
     return row
 

@@ -31,11 +31,12 @@ SAMPLES = "samples.jsonl"
 RESULT = "evaluation.json"
 DEFAULT_KS = (1, 4, 8, 16, 32)
 _REPORT_SECONDS = 10.0
-_UNSCORED = {
+UNSCORED = {
     "cut": "were cut by the length limit",
     "unreadable": "have no readable answer",
     "timed_out": "timed out in scoring",
 }
+"""What responses of which a score may say little have in common, by the names of :func:`unscored`."""
 
 
 def evaluate(
@@ -395,7 +396,7 @@ def unscored(evaluation: Mapping[str, Any]) -> dict[str, float | None]:
 def unscored_warnings(name: str, shares: Mapping[str, float | None]) -> list[str]:
     """A line for each of :func:`unscored`'s shares above a tenth."""
     return [
-        f"{name}: {share:.0%} of the responses {_UNSCORED[key]}"
+        f"{name}: {share:.0%} of the responses {UNSCORED[key]}"
         for key, share in shares.items()
         if round(share or 0.0, 9) > 0.1  # the mean of three tenths is 0.1 + 2e-17
     ]

@@ -255,26 +255,6 @@ def forest(series: Mapping[str, Series], summary: Summary, baseline: str, metric
     return lines
 
 
-class _Outcome(NamedTuple):
-    """The arms that differ from the baseline beyond noise in one metric."""
-
-    better: list[str]
-    worse: list[str]
-
-    @classmethod
-    def of(cls, summary: Summary, arms: Sequence[str], metric: Metric) -> _Outcome:
-        outcome = cls([], [])
-        for arm in arms:
-            change = dig(summary[arm], "difference", *metric.keys)
-            if values.noise(change) == "beyond noise":
-                value = number(change, "value") or 0.0
-                if value > 0:
-                    outcome.better.append(arm)
-                elif value < 0:
-                    outcome.worse.append(arm)
-        return outcome
-
-
 def sentence(summary: Summary, baseline: str, metric: Metric | None) -> str | None:
     """The arms that are better or worse than the baseline beyond noise; None where nothing was compared.
 
@@ -285,33 +265,32 @@ def sentence(summary: Summary, baseline: str, metric: Metric | None) -> str | No
     if not arms or metric is None or baseline not in summary:
         return None
     against = f"“{baseline}” in {metric.heading}"
-    changes = [dig(summary[arm], "difference", *metric.keys) for arm in arms]
-    tested = [change for change in changes if values.noise(change)]
+    changes = {arm: dig(summary[arm], "difference", *metric.keys) for arm in arms}
+    tested = {arm: change for arm, change in changes.items() if values.noise(change)}
     if not tested:
         return f"Nothing could be compared with {against}: no evaluation has finished for both."
-    if all(change.get("over") == "problems" for change in tested):
+    if all(change.get("over") == "problems" for change in tested.values()):
         return f"One seed each: no arm can be called better or worse than {against}."
 
-    outcome = _Outcome.of(summary, arms, metric)
-    if outcome.better:
-        text = f"Better than {against} beyond noise: {', '.join(outcome.better)}"
+    found = {arm: change for arm, change in tested.items() if values.noise(change) == "beyond noise"}
+    better = [arm for arm, change in found.items() if (number(change, "value") or 0.0) > 0]
+    worse = [arm for arm, change in found.items() if (number(change, "value") or 0.0) < 0]
+    if better:
+        text = f"Better than {against} beyond noise: {', '.join(better)}"
     elif len(arms) == 1:
         text = f"{arms[0]} is not better than {against} beyond noise"
     else:
         text = f"None of {len(arms)} arms is better than {against} beyond noise"
-    if outcome.worse:
-        text += f"; worse: {', '.join(outcome.worse)}"
+    if worse:
+        text += f"; worse: {', '.join(worse)}"
     missing = len(arms) - len(tested)
     text += f" ({values.plural(missing, 'arm')} could not be compared)." if missing else "."
-    beyond_noise = [change for change in changes if values.noise(change) == "beyond noise"]
-    fewest = min((change.get("seeds") or ENOUGH_SEEDS for change in beyond_noise), default=ENOUGH_SEEDS)
+    fewest = min((change.get("seeds") or ENOUGH_SEEDS for change in found.values()), default=ENOUGH_SEEDS)
     if fewest < ENOUGH_SEEDS:
         text += f" Of {values.plural(fewest, 'seed')}: too few to tell a method from luck."
-    found = [*outcome.better, *outcome.worse]
-    failed = {arm: len(summary[arm].get("failed") or ()) for arm in (*found, baseline)}
-    left_out = [f"{count} of {arm}" for arm, count in failed.items() if count]
-    if found and left_out:
-        text += f" Failed runs are left out: {' and '.join(left_out)}."
+    left_out = values.failed_runs({arm: summary[arm].get("failed") or () for arm in (*better, *worse, baseline)})
+    if (better or worse) and left_out:
+        text += f" Failed runs are left out: {left_out}."
     return text
 
 

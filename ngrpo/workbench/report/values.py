@@ -48,6 +48,11 @@ def ends(interval: Sequence[object] | None) -> tuple[float, float] | None:
     return None if low is None or high is None else (low, high)
 
 
+def failed_runs(failed_seeds: Mapping[str, Sequence[int]]) -> str:
+    """``2 of neighbor and 1 of none``: the failed runs of arms, by their ids; empty where none has failed."""
+    return " and ".join(f"{len(seeds)} of {arm}" for arm, seeds in failed_seeds.items() if seeds)
+
+
 def format_number(value: object, digits: int = 3, *, sign: bool = False) -> str:
     """A number with this many decimals, ``–`` where there is none; a difference with its ``sign``: ``+0.031``.
 

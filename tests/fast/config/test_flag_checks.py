@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from ngrpo.config import flag_checks, parse, run_notes
+from ngrpo.config import batch_checks, flag_checks, parse, run_notes
 from ngrpo.config.complete_run import CompleteRun
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.trainers.openrlhf.samples_generator import samples_generator
@@ -139,38 +139,38 @@ class TestUnreadData:
 
     @pytest.mark.parametrize(("words", "last_step"), [("", 8), ("--train.num_episodes 2", 16)])
     def test_an_evaluation_after_the_last_step_is_said(self, words: str, last_step: int) -> None:
-        (note,) = flag_checks.evaluation_notes(self.flags(f"{words} --eval.steps {last_step + 1}"))
+        (note,) = batch_checks.evaluation_notes(self.flags(f"{words} --eval.steps {last_step + 1}"))
         assert note.startswith(f"--eval.steps {last_step + 1}: the run ends with step {last_step}, so no step")
         for steps in (-1, last_step):
-            assert not [*flag_checks.evaluation_notes(self.flags(f"{words} --eval.steps {steps}"))]
+            assert not [*batch_checks.evaluation_notes(self.flags(f"{words} --eval.steps {steps}"))]
 
     def test_each_file_that_is_left_out_or_cut_is_said(self) -> None:
         several = "--data.prompt_dataset a.jsonl,b.jsonl --eval.dataset e.jsonl"
-        (note,) = flag_checks.unread_rows_notes(self.flags(f"{several} --data.max_samples 64"))
+        (note,) = batch_checks.unread_rows_notes(self.flags(f"{several} --data.max_samples 64"))
         assert "--data.max_samples 64 bounds the rows of --data.prompt_dataset in all" in note
         assert "of the 64 rows of b.jsonl, none is read" in note
-        (note,) = flag_checks.unread_rows_notes(self.flags(f"{several} --data.max_samples 80"))
+        (note,) = batch_checks.unread_rows_notes(self.flags(f"{several} --data.max_samples 80"))
         assert "of the 64 rows of b.jsonl, only the first 16 are read" in note
         for words in ("--data.max_samples 128", "", "--data.max_samples 64 --data.prompt_probs 0.5,0.5"):
-            assert not [*flag_checks.unread_rows_notes(self.flags(f"{several} {words}"))]
+            assert not [*batch_checks.unread_rows_notes(self.flags(f"{several} {words}"))]
         of_evaluation = self.flags("--eval.dataset a.jsonl,b.jsonl --data.max_samples 64")
-        (note,) = flag_checks.unread_rows_notes(of_evaluation)
+        (note,) = batch_checks.unread_rows_notes(of_evaluation)
         assert "bounds the rows of --eval.dataset in all: of the 64 rows of b.jsonl, none is read" in note
 
     def test_an_evaluation_that_is_cut_is_said(self) -> None:
-        (note,) = flag_checks.unread_rows_notes(self.flags("--data.max_samples 8"))
+        (note,) = batch_checks.unread_rows_notes(self.flags("--data.max_samples 8"))
         assert "--data.max_samples 8 bounds the rows of --eval.dataset in all" in note
         assert "of the 64 rows of a.jsonl, only the first 8 are read" in note
 
     def test_a_metric_that_the_evaluation_lacks_is_said(self) -> None:
         metric = "--eval.dataset e.jsonl --ckpt.best_metric_key"
-        (note,) = flag_checks.best_metric_notes(self.flags(f"{metric} eval_gsm8_pass1"))
+        (note,) = batch_checks.best_metric_notes(self.flags(f"{metric} eval_gsm8_pass1"))
         assert note.startswith("--ckpt.best_metric_key eval_gsm8_pass1: the evaluation has no such metric, so no best")
         assert "Did you mean 'eval_gsm8k_pass1'?" in note
         assert "eval_gsm8k_pass1, eval_gsm8k_pass4, eval_aime_pass1, eval_aime_pass4" in note
-        (note,) = flag_checks.best_metric_notes(self.flags(f"{metric} eval_aime_pass1 --data.max_samples 1"))
+        (note,) = batch_checks.best_metric_notes(self.flags(f"{metric} eval_aime_pass1 --data.max_samples 1"))
         assert note.endswith("Give one of eval_gsm8k_pass1, eval_gsm8k_pass4.")
-        (note,) = flag_checks.best_metric_notes(self.flags("--ckpt.best_metric_key eval_math_pass1"))
+        (note,) = batch_checks.best_metric_notes(self.flags("--ckpt.best_metric_key eval_math_pass1"))
         assert note.endswith("Give one of eval_default_pass1, eval_default_pass4.")
         for right in ("eval_aime_pass1", "eval_gsm8k_pass4", "none"):
-            assert not [*flag_checks.best_metric_notes(self.flags(f"{metric} {right}"))]
+            assert not [*batch_checks.best_metric_notes(self.flags(f"{metric} {right}"))]

@@ -17,7 +17,7 @@ import pytest
 
 from ngrpo import cli
 from ngrpo.commands import doctor
-from ngrpo.config import complete_run, flag_checks, parse, rules
+from ngrpo.config import batch_checks, complete_run, parse, rules
 from ngrpo.config.run import RunConfig
 from ngrpo.machine.hardware import gpu_notes, gpu_plan
 from ngrpo.machine.upstream import placement
@@ -257,18 +257,18 @@ class TestRows:
         flags = self.flags(tmp_path, 43)
         assert flags.value("--data.max_samples") == "42"
         assert "--data.max_samples" in flags.added
-        assert "--data.max_samples 42 is added" in flag_checks.last_step_notes(flags)[0]
+        assert "--data.max_samples 42 is added" in batch_checks.last_step_notes(flags)[0]
         for rows in (32, 42, 34):
             assert not self.flags(tmp_path, rows).has("--data.max_samples"), rows
 
     def test_fewer_rows_than_a_step_takes_are_said(self, tmp_path: Path) -> None:
         one = "--actor.num_gpus_per_node 1 --train.num_episodes 2"
-        (note,) = flag_checks.few_rows_notes(self.flags(tmp_path, 15, one))
+        (note,) = batch_checks.few_rows_notes(self.flags(tmp_path, 15, one))
         assert "15 rows are fewer than the 16 prompts of a step" in note
         assert "one step of 60 responses" in note
         assert "--rollout.batch_size 15" in note
         for rows in (16, 17):
-            assert not flag_checks.few_rows_notes(self.flags(tmp_path, rows, one)), rows
+            assert not batch_checks.few_rows_notes(self.flags(tmp_path, rows, one)), rows
 
     def test_one_rank_takes_any_number_and_dynamic_batches_agree_on_theirs(self, tmp_path: Path) -> None:
         more = "--train.dynamic_batch_enable --ds.packing_samples"
@@ -283,23 +283,23 @@ class TestRows:
         """10 rows × 4 responses × 2 episodes are 80 responses. A whole step has 64: an update of 64, or 48 and 16."""
         two_episodes = "--actor.num_gpus_per_node 1 --train.num_episodes 2"
         with pytest.raises(UsageError, match=r"are fewer responses than --train\.batch_size 64"):
-            flag_checks.check_rows(self.flags(tmp_path, 10, two_episodes))
-        flag_checks.check_rows(self.flags(tmp_path, 10, f"{two_episodes} --train.batch_size 48"))
+            batch_checks.check_rows(self.flags(tmp_path, 10, two_episodes))
+        batch_checks.check_rows(self.flags(tmp_path, 10, f"{two_episodes} --train.batch_size 48"))
         two_epochs = two_episodes.replace("num_episodes", "max_epochs")  # each of which has its own batches
         with pytest.raises(UsageError, match=r"are fewer responses than --train\.batch_size 64"):
-            flag_checks.check_rows(self.flags(tmp_path, 10, two_epochs))
-        flag_checks.check_rows(self.flags(tmp_path, 10, f"{two_epochs} --train.batch_size 48"))
+            batch_checks.check_rows(self.flags(tmp_path, 10, two_epochs))
+        batch_checks.check_rows(self.flags(tmp_path, 10, f"{two_epochs} --train.batch_size 48"))
         with pytest.raises(UsageError, match=r"are fewer responses than --train\.batch_size 48"):
-            flag_checks.check_rows(self.flags(tmp_path, 10, "--actor.num_gpus_per_node 1 --train.batch_size 48"))
+            batch_checks.check_rows(self.flags(tmp_path, 10, "--actor.num_gpus_per_node 1 --train.batch_size 48"))
 
     def test_the_limit_of_rows_holds_for_several_files_together(self, tmp_path: Path) -> None:
         """22 and 21 rows are 43, of which a last step would hang; 32 of them are two whole steps."""
         other = tmp_path / "other.jsonl"
         other.write_text('{"input": "x", "label": "y"}\n' * 21)
         both = f"--data.prompt_dataset {tmp_path / 'prompts.jsonl'},{other}"
-        flag_checks.check_rows(self.flags(tmp_path, 22, f"--data.max_samples 32 {both}"))
+        batch_checks.check_rows(self.flags(tmp_path, 22, f"--data.max_samples 32 {both}"))
         with pytest.raises(UsageError, match="the last step of 43 rows"):
-            flag_checks.check_rows(self.flags(tmp_path, 22, f"--data.max_samples 43 {both}"))
+            batch_checks.check_rows(self.flags(tmp_path, 22, f"--data.max_samples 43 {both}"))
 
 
 @pytest.mark.parametrize("shape", ["0x80", "8x", "x80", "2x2x2x80", "8×80", "-8x80", "8x0"])

@@ -49,15 +49,7 @@ def test_canonical_forms_that_differ_round_or_miss() -> None:
         ("(B) 5", "(C)", False),
         ("(B) 5", "(B) 6", False),
         ("(B) red", "(B) blue", False),
-    ],
-)
-def test_the_label_of_an_option_stands_for_it(reference: str, boxed: str, correct: bool) -> None:
-    assert check_math(reference, rf"\boxed{{{boxed}}}").correct == correct
-
-
-@pytest.mark.parametrize(
-    ("reference", "boxed", "correct"),
-    [
+        # A time of day has the label of its option too.
         ("(B) 3:45", "(B) 3:45", True),
         ("(B) 3:45", "3:45", True),
         ("3:45", r"\textbf{(B)}\ 3:45", True),
@@ -67,7 +59,7 @@ def test_the_label_of_an_option_stands_for_it(reference: str, boxed: str, correc
         ("B", "(C) 3:45", False),
     ],
 )
-def test_a_time_of_day_has_the_label_of_its_option(reference: str, boxed: str, correct: bool) -> None:
+def test_the_label_of_an_option_stands_for_it(reference: str, boxed: str, correct: bool) -> None:
     assert check_math(reference, rf"\boxed{{{boxed}}}").correct == correct
 
 

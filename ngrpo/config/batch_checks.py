@@ -1,0 +1,295 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether the sizes of a step fit each other, the ranks and the rows of the data: checks, and warnings."""
+
+from collections.abc import Iterator
+from contextlib import suppress
+from math import ceil
+
+from ngrpo.config import datasources
+from ngrpo.config.input_checks import rows_of
+from ngrpo.machine.upstream import placement
+from ngrpo.machine.upstream.openrlhf_flags import DATASETS, Default, Flags
+from perturbations.errors import UsageError, nearest
+
+_ROWS = "--data.max_samples"
+_TRAINED, _EVALUATED = DATASETS
+
+
+def check_batches(args: placement.Args) -> None:
+    """Raises ``UsageError`` for batches that do not divide over the ranks, and for no room for a prompt."""
+    _check_lengths(args)
+    for role, groups in placement.rank_groups(args).items():
+        _check_role(args, role, groups)
+    batch = args["train.batch_size"]
+    prompts = _prompts_per_step(args)
+    responses_per_prompt = args["rollout.n_samples_per_prompt"]
+    responses = prompts * responses_per_prompt
+    if args["train.dynamic_batch_enable"] and batch > responses:
+        raise UsageError(
+            f"--train.batch_size {batch} is more than the {responses} responses of a step, of which"
+            " --train.dynamic_batch_enable trains none then. Give at most as many."
+        )
+    if not trains_on_all_ranks(args, prompts):
+        raise UsageError(
+            f"{responses} responses of a step (--rollout.batch_size {prompts} ×"
+            f" --rollout.n_samples_per_prompt {responses_per_prompt}) do not divide over the ranks"
+            f" ({', '.join(f'{role} {groups}' for role, groups in placement.rank_groups(args).items())}) in"
+            f" micro-batches of {args['rollout.micro_batch_size']} (--rollout.micro_batch_size) and"
+            f" {args['train.micro_batch_size']} (--train.micro_batch_size), so ranks would wait forever. Change one."
+        )
+
+
+def _check_lengths(args: placement.Args) -> None:
+    """Raises ``UsageError`` for a response, or its overlong buffer, that does not fit."""
+    longest = args["data.max_len"]
+    generated = args["rollout.max_new_tokens"]
+    if generated is not None and generated >= longest:
+        raise UsageError(
+            f"--rollout.max_new_tokens {generated} leaves no room for a prompt in --data.max_len {longest}, the length"
+            " of prompt and response together. Raise --data.max_len, or lower --rollout.max_new_tokens."
+        )
+    longest_response = generated or longest
+    overlong_buffer = args["reward.overlong_buffer_len"] or 0
+    if overlong_buffer > longest_response:
+        raise UsageError(
+            f"--reward.overlong_buffer_len {overlong_buffer:g} must be at most the longest response,"
+            f" {longest_response} tokens (--rollout.max_new_tokens). Give a fifth of it."
+        )
+
+
+def _check_role(args: placement.Args, role: str, groups: int) -> None:
+    """Raises ``UsageError`` where a role's ranks, or its batches, do not divide."""
+    ranks = placement.world_size(args, role)
+    ring = args["ds.ring_attn_size"]
+    tensor_parallel = args["ds.tensor_parallel_size"]
+    if ranks % (ring * tensor_parallel):
+        raise UsageError(
+            f"--ds.ring_attn_size {ring} × --ds.tensor_parallel_size {tensor_parallel} must divide the {ranks} ranks of"
+            f" --{role}.num_nodes × --{role}.num_gpus_per_node."
+        )
+    is_trained = role in ("actor", "critic")
+    if args["ds.zero_stage"] == 3 and is_trained and ranks % min(args["ds.zpg"], ranks):
+        raise UsageError(f"--ds.zpg {args['ds.zpg']} must divide the {ranks} ranks of --{role}. Leave it out.")
+    of_actor = placement.rank_groups(args)["actor"]
+    if args["train.dynamic_batch_enable"] and of_actor % groups:
+        raise UsageError(
+            f"--train.dynamic_batch_enable makes its batches for the {of_actor} ranks of --actor, and the {groups} of"
+            f" --{role} do not divide them, so some would get no batch. Fix: --{role}.num_gpus_per_node with a divisor"
+            f" of {of_actor} ranks."
+        )
+    batch = args["train.batch_size"]
+    micro_batch = 1 if is_trained and args["train.dynamic_batch_enable"] else args["train.micro_batch_size"]
+    unit = groups * micro_batch
+    if batch % unit:
+        next_below = batch // unit * unit
+        next_above = next_below + unit
+        fitting = f"{next_below} or {next_above}" if next_below else f"{next_above}"
+        raise UsageError(
+            f"--train.batch_size {batch} must be a multiple of {unit}, {groups} ranks of --{role} ×"
+            f" --train.micro_batch_size {micro_batch}. Fix: --train.batch_size {fitting}."
+        )
+
+
+def _prompts_per_step(args: placement.Args) -> int:
+    """Prompts of a whole step."""
+    return min(args["rollout.batch_size"], args["rollout.vllm_generate_batch_size"])
+
+
+def trains_on_all_ranks(args: placement.Args, prompts: int) -> bool:
+    """Whether all ranks train the same number of micro-batches in a step of this many prompts, and none has none.
+
+    OpenRLHF 0.11.2 deals micro-batches of the rollout out in equal runs, the last ones shorter
+    (``RayActorGroup.async_run_method_batch``), and reduces once for each micro-batch of the training.
+    """
+    responses = prompts * args["rollout.n_samples_per_prompt"]
+    rollout_size = args["rollout.micro_batch_size"]
+    train_size = args["train.micro_batch_size"]
+    for role, groups in placement.rank_groups(args).items():
+        if groups == 1:
+            continue
+        if args["train.dynamic_batch_enable"]:  # with it the ranks agree on a number of micro-batches
+            if responses < groups:
+                return False
+            continue
+        rollout_batches = ceil(responses / rollout_size)
+        if rollout_batches < groups:
+            return False
+        # Under ZeRO-3 each forward gathers weights from all ranks, so all need as many.
+        if args["ds.zero_stage"] == 3 and rollout_batches % groups:
+            return False
+        if role in ("ref", "reward"):  # which are not trained
+            continue
+        responses_per_group = ceil(rollout_batches / groups) * rollout_size
+        trained_batches = set()
+        for group in range(groups):
+            left = max(responses - group * responses_per_group, 0)
+            trained_batches.add(min(left, responses_per_group) // train_size)
+        if len(trained_batches) > 1:
+            return False
+    return True
+
+
+def _may_hang(args: placement.Args) -> bool:
+    """Whether a step of fewer prompts than a whole one may hang."""
+    return not all(trains_on_all_ranks(args, prompts) for prompts in range(1, _prompts_per_step(args)))
+
+
+def _row_count(flags: Flags, args: placement.Args) -> int | None:
+    """Rows that a pass goes through; None where they are not known."""
+    counts = rows_of("--data.prompt_dataset", flags)
+    if counts is None or (len(counts) > 1 and args["data.prompt_probs"]):
+        return None
+    limit = args["data.max_samples"]
+    return min(limit, sum(min(limit, count) for count in counts))
+
+
+def _largest_fitting(args: placement.Args, rows: int) -> int:
+    """The largest number of rows, at most ``rows``, of which no step hangs."""
+    prompts = _prompts_per_step(args)
+    for count in range(rows, 0, -1):
+        last_step = count % prompts
+        if last_step == 0 or trains_on_all_ranks(args, last_step):
+            return count
+    return 0
+
+
+def row_limit(flags: Flags) -> dict[str, Default]:
+    """``--data.max_samples`` where the last step of a pass would hang."""
+    with suppress(UsageError):  # which `check_batches` raises again as a rule of its own
+        args = flags.args
+        check_batches(args)
+        if flags.has(_ROWS) or not _may_hang(args):
+            return {}
+        rows = _row_count(flags, args)
+        if rows is None:
+            return {}
+        fitting = _largest_fitting(args, rows)
+        if fitting not in (0, rows):
+            return {_ROWS: str(fitting)}
+    return {}
+
+
+def check_rows(flags: Flags) -> str | None:
+    """Raises ``UsageError`` for rows that fill no batch or let the last step hang; returns why it could not look.
+
+    OpenRLHF counts a run's steps in whole batches of a pass, and its learning rate ends with them.
+    """
+    args = flags.args
+    prompts = _prompts_per_step(args)
+    responses_per_prompt = args["rollout.n_samples_per_prompt"]
+    batch = args["train.batch_size"]
+    rows = _row_count(flags, args)
+    passes = 1
+    if prompts * responses_per_prompt % batch:  # a remainder goes into the next epoch or step (`run_notes.batch_notes`)
+        passes = args["train.max_epochs"] * args["train.num_episodes"]
+    if rows is not None and rows * responses_per_prompt * passes < batch:
+        raise UsageError(
+            f"{rows} rows × --rollout.n_samples_per_prompt {responses_per_prompt} are fewer responses than"
+            f" --train.batch_size {batch}, so no step would update the weights. Give more rows, or --train.batch_size"
+            f" {rows * responses_per_prompt}."
+        )
+    if not _may_hang(args):
+        return None
+    if rows is None:
+        return (
+            "not checked: how many rows the data has. A last step hangs if its responses do not divide over the ranks;"
+            f" {_ROWS} with a multiple of {prompts} prevents it."
+        )
+    fitting = _largest_fitting(args, rows)
+    if fitting != rows:
+        fix = f"a smaller --rollout.batch_size than {prompts}, or more rows" if fitting == 0 else f"{_ROWS} {fitting}"
+        raise UsageError(
+            f"the last step of {rows} rows has {rows % prompts} prompts × {responses_per_prompt} responses, which do"
+            f" not divide over {placement.rank_groups(args)['actor']} ranks: it would hang. Fix: {fix}."
+        )
+    return None
+
+
+def few_rows_notes(flags: Flags) -> list[str]:
+    """A warning where a pass has fewer rows than a step takes, so that every step is smaller than the flags say."""
+    args = flags.args
+    rows = _row_count(flags, args)
+    prompts = _prompts_per_step(args)
+    if rows is None or rows >= prompts:
+        return []
+    responses = rows * args["rollout.n_samples_per_prompt"]
+    return [
+        f"{rows} rows are fewer than the {prompts} prompts of a step (--rollout.batch_size), so each pass is one step"
+        f" of {responses} responses. Give more rows, or --rollout.batch_size {rows}."
+    ]
+
+
+def unread_rows_notes(flags: Flags) -> Iterator[str]:
+    """A warning for each file of which ``--data.max_samples`` leaves rows out that its user may not expect.
+
+    OpenRLHF reads that many rows of all files of a dataset together, and of the evaluation too.
+    """
+    args = flags.args
+    for dataset in DATASETS:
+        names = (flags.value(dataset) or "").split(",")
+        is_expected = dataset == _TRAINED and len(names) == 1
+        is_drawn = dataset == _TRAINED and args["data.prompt_probs"]
+        counts = rows_of(dataset, flags)
+        if is_expected or is_drawn or counts is None:
+            continue
+        left = args["data.max_samples"]
+        for name, count in zip(names, counts, strict=True):
+            read = min(count, left)
+            left -= read
+            if read < count:
+                yield (
+                    f"{_ROWS} {args['data.max_samples']} bounds the rows of {dataset} in all: of the {count} rows of"
+                    f" {name.strip()}, {f'only the first {read} are' if read else 'none is'} read."
+                )
+
+
+def evaluation_notes(flags: Flags) -> Iterator[str]:
+    """A warning where a run ends before its first evaluation."""
+    args = flags.args
+    rows = _row_count(flags, args)
+    if not args["eval.dataset"] or rows is None:
+        return
+    last_step = ceil(rows / _prompts_per_step(args)) * args["train.num_episodes"]
+    if args["eval.steps"] > last_step:
+        yield (
+            f"--eval.steps {args['eval.steps']}: the run ends with step {last_step}, so no step is evaluated. Give at"
+            f" most {last_step}."
+        )
+
+
+def best_metric_notes(flags: Flags) -> Iterator[str]:
+    """A warning where the best checkpoint is chosen by a metric that the evaluation lacks: OpenRLHF saves none then."""
+    args = flags.args
+    best = args["ckpt.best_metric_key"]
+    if best in ("", "none", None) or rows_of(_EVALUATED, flags) is None:
+        return
+    responses = args["eval.n_samples_per_prompt"]
+    metrics = []
+    for datasource in dict.fromkeys(datasources.names(flags)[: args["data.max_samples"]]):
+        metrics += [f"eval_{datasource}_pass1", f"eval_{datasource}_pass{responses}"]
+    if best not in metrics:
+        yield (
+            f"--ckpt.best_metric_key {best}: the evaluation has no such metric, so no best checkpoint is saved."
+            f"{nearest(best, metrics)} Give one of {', '.join(dict.fromkeys(metrics))}."
+        )
+
+
+def last_step_notes(flags: Flags) -> list[str]:
+    """Warnings about the last step of a pass: rows that are left out, or that it may hang."""
+    args = flags.args
+    notes = []
+    with suppress(UsageError):  # which the check of the rows raises as a rule of its own
+        not_checked = check_rows(flags)
+        if not_checked is not None:
+            notes.append(not_checked)
+    if not notes and _ROWS in flags.added:
+        notes.append(
+            f"{_ROWS} {flags.value(_ROWS)} is added, since the last step of a pass would hang with responses that do"
+            f" not divide over {placement.rank_groups(args)['actor']} ranks."
+        )
+    if args["algo.dynamic_filtering_enable"] and _may_hang(args):
+        notes.append(
+            "--algo.dynamic_filtering_enable: the last step takes the remaining prompts, and hangs where their"
+            " responses do not divide over the ranks. Add --train.dynamic_batch_enable, which prevents it."
+        )
+    return notes
