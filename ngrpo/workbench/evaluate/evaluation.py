@@ -36,7 +36,7 @@ UNSCORED = {
     "unreadable": "have no readable answer",
     "timed_out": "timed out in scoring",
 }
-"""What responses of which a score may say little have in common, by the names of :func:`unscored`."""
+"""What is wrong with responses of which a score may say little, by the names that :func:`unscored` gives them."""
 
 
 def evaluate(
