@@ -8,6 +8,7 @@ import hashlib
 import os
 import platform
 import re
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -29,6 +30,8 @@ VLLM_LAST = "0.29.0"
 """The release that make installs, and the image has."""
 CODE = "code of ngrpo"
 """The key of :func:`recorded_versions` for the hash of this project's code."""
+Conditions = Mapping[str, Mapping[str, Any]]
+"""The ``versions`` and the ``machine`` under which samples were drawn."""
 _PACKAGES = ("openrlhf", "torch", "transformers", "ray", "deepspeed", "numpy")
 
 
@@ -127,6 +130,19 @@ def machine() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "python": platform.python_version(),
     }
+
+
+def conditions(model_runner: str | None = None) -> Conditions:
+    """What samples depend on beside their settings."""
+    return {"versions": recorded_versions(model_runner), "machine": machine()}
+
+
+def differing(conditions: Iterable[Conditions]) -> list[str]:
+    """What several :func:`conditions` differ in, with the values: ``["vllm (0.28.0, 0.29.0)"]``."""
+    named = [{**recorded["versions"], "processor": recorded["machine"]["cpu"]} for recorded in conditions]
+    names = dict.fromkeys(name for values in named for name in values)
+    distinct = {name: dict.fromkeys(values[name] for values in named if values.get(name)) for name in names}
+    return [f"{name} ({', '.join(values)})" for name, values in distinct.items() if len(values) > 1]
 
 
 def processor() -> str:

@@ -18,7 +18,7 @@ from ngrpo.machine.models import conversation, packaged
 from ngrpo.machine.storage.datafiles import contents
 from ngrpo.machine.storage.result_folder import SETTINGS, ResultFolder
 from ngrpo.machine.upstream.types import LLM, TokenizerLike
-from ngrpo.machine.upstream.versions import machine, recorded_versions
+from ngrpo.machine.upstream.versions import conditions, differing, machine, recorded_versions
 from ngrpo.methods.scoring import Problem, digest
 from ngrpo.methods.tasks import check_problems
 from ngrpo.workbench.diagnose import embedding_map, group_sampling
@@ -131,7 +131,7 @@ def diagnose(
             "seconds": round(time.time() - began, 1),
             "baseline": baseline,
             "strategies": rows,
-            "warnings": warnings_of(rows, arms),
+            "warnings": [*warnings_of(rows, arms), *folder.unlike_arms()],
             "samples": side_by_side(problems, groups, tokenizer),
             "embedding_map": folder.read(MAP)["map"] if with_map else None,
         }
@@ -170,7 +170,8 @@ def _sample_into(
     if policy.specs:
         facts["rollouts"] = policy.described()
     seconds = round(time.time() - began, 1)
-    folder.keep(arm.id, samples, {"perturbation": arm.spec, "seconds": seconds, **facts})
+    drawn_by = conditions(facts.get("model_runner"))
+    folder.keep(arm.id, samples, {"perturbation": arm.spec, "seconds": seconds, **drawn_by, **facts})
     reward = sum(sample.reward for sample in samples) / len(samples)
     report(f"{arm.id}: reward {reward:.3f}, {facts['tokens_per_second']:.0f} tokens/s, {seconds:.0f} s")
 
@@ -208,7 +209,7 @@ class DiagnosisFolder(ResultFolder):
     """
 
     finished: dict[str, dict[str, Any]]
-    """The engine's facts about each finished arm, by id; with its ``perturbation`` and ``seconds``."""
+    """The engine's facts about each finished arm, by id; with ``perturbation``, ``seconds`` and its conditions."""
 
     def claim(self, settings: Mapping[str, Any]) -> None:
         """As :meth:`ResultFolder.claim`; removes the samples of arms that are unfinished or lack some."""
@@ -263,6 +264,13 @@ class DiagnosisFolder(ResultFolder):
             f"--out {self.path}: {arm.id!r} was sampled there with other options ({_options(*before)}, now"
             f" {_options(*now)}). Give a new folder."
         )
+
+    def unlike_arms(self) -> list[str]:
+        """A warning where the arms were sampled with different software or on different processors."""
+        differences = differing(row for row in self.finished.values() if "versions" in row)
+        if not differences:
+            return []
+        return [f"the arms differ in {', '.join(differences)} too. To sample all alike, give --out a new folder."]
 
     def samples(self) -> dict[str, list[Sample]]:
         """The samples by each finished arm's id."""

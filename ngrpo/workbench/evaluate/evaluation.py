@@ -16,7 +16,7 @@ from ngrpo.machine.models import packaged
 from ngrpo.machine.storage.datafiles import contents
 from ngrpo.machine.storage.result_folder import SETTINGS, ResultFolder
 from ngrpo.machine.upstream.types import LLM, TokenizerLike
-from ngrpo.machine.upstream.versions import machine, recorded_versions
+from ngrpo.machine.upstream.versions import Conditions, conditions, differing
 from ngrpo.methods.scoring import TIMED_OUT, Problem, digest
 from ngrpo.methods.scoring.problems import with_readable_answer
 from ngrpo.methods.scoring.reward_alarms import alarm_notes
@@ -29,6 +29,8 @@ from perturbations.seeds import trajectory_seed
 PROBLEMS = "problems.jsonl"
 SAMPLES = "samples.jsonl"
 RESULT = "evaluation.json"
+DRAWN_BY = "drawn_by.jsonl"
+"""Name of the file with the conditions of each run that sampled into the folder."""
 DEFAULT_KS = (1, 4, 8, 16, 32)
 _REPORT_SECONDS = 10.0
 UNSCORED = {
@@ -111,7 +113,7 @@ def evaluate(
         missing = []
         for problem in problems:
             missing += [(problem, number) for number in range(n) if (problem.id, number) not in existing]
-        seconds, runner = _last_run(folder)
+        seconds = _last_seconds(folder)
         if missing:
             if samples:
                 report(f"going on: {len(samples)} of {len(samples) + len(missing)} samples are in {out}")
@@ -140,6 +142,8 @@ def evaluate(
                 from ngrpo.rollout import model_runner
 
                 runner = model_runner(llm)
+            earlier = _drawn_by(folder) if samples else []
+            folder.write_lines(DRAWN_BY, [*earlier, conditions(runner)])
             began = time.monotonic()
             batches = engines.generate(
                 llm,
@@ -162,7 +166,7 @@ def evaluate(
                     samples += rows
                     progress.tell()
             seconds = time.monotonic() - began
-        result = summarise(settings, problems, samples, ks, seconds, runner)
+        result = summarise(settings, problems, samples, ks, seconds, _drawn_by(folder))
         folder.write(RESULT, result)
     return result
 
@@ -279,7 +283,7 @@ def rescore(
         if len(samples) < expected:
             report(f"{len(samples)} of {expected} samples are there and were checked again; sample the rest first")
             return None
-        result = summarise(settings, problems, samples, ks, *_last_run(held))
+        result = summarise(settings, problems, samples, ks, _last_seconds(held), _drawn_by(held))
         held.write(RESULT, result)
     return result
 
@@ -319,10 +323,14 @@ def read_samples(folder: ResultFolder, name: str = SAMPLES, *keys: str, mend: bo
     return list(samples.values())
 
 
-def _last_run(folder: ResultFolder) -> tuple[float, str | None]:
-    """Seconds and model runner of the last run that sampled into a folder."""
-    last = folder.read(RESULT) or {}
-    return last.get("seconds", 0.0), last.get("versions", {}).get("model runner")
+def _last_seconds(folder: ResultFolder) -> float:
+    """The time of sampling that a folder's result has; 0 where it has none."""
+    return (folder.read(RESULT) or {}).get("seconds", 0.0)
+
+
+def _drawn_by(folder: ResultFolder) -> list[Conditions]:
+    """The conditions of each run that sampled into a folder; none in folders of earlier releases."""
+    return [*folder.lines(DRAWN_BY, "versions", "machine")]
 
 
 # --- from samples to Mean@n and Pass@k --------------------------------------------------------------
@@ -345,11 +353,11 @@ def summarise(
     samples: Sequence[Mapping[str, Any]],
     ks: Sequence[int],
     seconds: float,
-    runner: str | None,
+    drawn_by: Sequence[Conditions],
 ) -> dict[str, Any]:
     """The content of `evaluation.json`, from n samples for each problem.
 
-    ``seconds`` is the last run's time of sampling, ``runner`` vLLM's model runner, where it is known.
+    ``seconds`` is the last run's time of sampling; ``drawn_by`` has the conditions of each run that sampled.
     """
     n = settings["n"]
     right = Counter(sample["problem"] for sample in samples if sample["correct"])
@@ -360,8 +368,8 @@ def summarise(
         **{key: settings[key] for key in engines.DESCRIBED if key in settings},
         **{key: settings[key] for key in ("model", "dataset", "scorer", "n", "sampling", "perturbation")},
         "digest": settings.get("digest"),  # which evaluations of earlier releases lack
-        "versions": recorded_versions(runner),
-        "machine": machine(),
+        **(drawn_by[-1] if drawn_by else conditions()),
+        "drawn_unlike": differing(drawn_by),
         "seconds": round(seconds, 1),
         "mean_at_n": _mean(mean_at_n(n, c) for c in counts),
         "pass_at_k": {str(k): _mean(pass_at_k(n, c, k) for c in counts) for k in ks},
@@ -402,6 +410,17 @@ def unscored_warnings(name: str, shares: Mapping[str, float | None]) -> list[str
     ]
 
 
+def conditions_warnings(evaluation: Mapping[str, Any]) -> list[str]:
+    """A warning where runs with different software or processors drew an evaluation's samples."""
+    differences = evaluation.get("drawn_unlike")
+    if not differences:
+        return []
+    return [
+        f"the samples were drawn by runs that differ in {', '.join(differences)}. To draw all alike, give --out a new"
+        " folder."
+    ]
+
+
 def _mean(values: Iterable[float]) -> float:
     numbers = list(values)
     return sum(numbers) / len(numbers)
@@ -439,5 +458,6 @@ def table(result: Mapping[str, Any], folder: object) -> str:
     ]
     if "perturbed_rate" in result:
         lines.append(f"perturbed     {result['perturbed_rate']:.3f} of the generated positions")
-    lines += [f"warning: {line}" for line in unscored_warnings("this score", unscored(result))]
+    warnings = [*unscored_warnings("this score", unscored(result)), *conditions_warnings(result)]
+    lines += [f"warning: {line}" for line in warnings]
     return "\n".join([*lines, f"samples       {folder}", ""])

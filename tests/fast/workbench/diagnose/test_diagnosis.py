@@ -16,6 +16,7 @@ from ngrpo.commands import compare
 from ngrpo.commands import diagnose as command
 from ngrpo.config.arms import parse_arms
 from ngrpo.machine.storage.result_folder import read_json
+from ngrpo.machine.upstream import versions
 from ngrpo.workbench.compare import runs
 from ngrpo.workbench.compare.runs import ComparisonFolder
 from ngrpo.workbench.diagnose import diagnosis, group_sampling, policy_of
@@ -116,6 +117,14 @@ def test_other_weights_are_refused(llm: MadeUp, tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(diagnosis.packaged, "fingerprint", lambda model: "1")
     with pytest.raises(UsageError, match=r"other settings.*weights was"):
         run(llm, tmp_path)
+
+
+def test_an_arm_of_other_software_gives_a_warning(llm: MadeUp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(versions, "installed_vllm", lambda: "0.28")
+    assert not any("differ" in line for line in run(llm, tmp_path, "none")["warnings"])
+    monkeypatch.setattr(versions, "installed_vllm", lambda: "0.29")
+    warnings = run(llm, tmp_path, "none,neighbor")["warnings"]
+    assert any(line.startswith("the arms differ in vllm (0.28, 0.29) too.") for line in warnings)
 
 
 def test_another_dataset_is_refused(llm: MadeUp, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from ngrpo.commands.eval import run
 from ngrpo.config import parse
 from ngrpo.machine.models import packaged
 from ngrpo.machine.storage.result_folder import read_json
+from ngrpo.machine.upstream import versions
 from ngrpo.methods.scoring import reward_calls
 from ngrpo.workbench.evaluate import Problem, Sampling, evaluate, evaluation, rescore
 from ngrpo.workbench.evaluate import engine as engines
@@ -168,7 +170,7 @@ def test_the_perturbed_rate_is_of_all_generated_tokens(llm: MadeUp, tmp_path: Pa
     settings = read_json(tmp_path / "settings.json")
     perturbed_samples = [{**sample, "perturbed": count} for sample, count in zip(samples(tmp_path), (3, 1))]
 
-    summary = evaluation.summarise(settings, PROBLEMS, perturbed_samples, (1,), 1.0, None)
+    summary = evaluation.summarise(settings, PROBLEMS, perturbed_samples, (1,), 1.0, [])
 
     assert summary["perturbed_rate"] == pytest.approx(0.4)
     assert "perturbed_rate" not in unperturbed
@@ -189,6 +191,29 @@ def test_goes_on_where_it_was_interrupted(llm: MadeUp, tmp_path: Path) -> None:
     assert llm.generated == 2
     assert lines(tmp_path)[:4] == before
     assert result["mean_at_n"] == pytest.approx(1 / 2)
+
+
+def test_samples_of_other_software_give_a_warning(llm: MadeUp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that was interrupted before its first sample counts for nothing."""
+    for stop_after, release in ((0, "0.27"), (4, "0.28"), (NEVER, "0.29")):
+        llm.generated = 0
+        llm.stop_after = stop_after
+        monkeypatch.setattr(versions, "installed_vllm", lambda release=release: release)
+        with suppress(KeyboardInterrupt):
+            result = evaluate(llm, PROBLEMS, out=tmp_path, n=3)
+
+    assert "warning: the samples were drawn by runs that differ in vllm (0.28, 0.29)." in evaluation.table(result, "")
+    monkeypatch.setattr(versions, "installed_vllm", lambda: "0.30")
+    again = evaluate(llm, PROBLEMS, out=tmp_path, n=3)
+    assert again["versions"]["vllm"] == "0.29", "of the last run that sampled"
+
+
+def test_samples_of_one_software_give_no_warning(llm: MadeUp, tmp_path: Path) -> None:
+    llm.stop_after = 4
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(llm, PROBLEMS, out=tmp_path, n=3)
+    llm.stop_after = NEVER
+    assert "differ" not in evaluation.table(evaluate(llm, PROBLEMS, out=tmp_path, n=3), "")
 
 
 def test_another_k_of_a_finished_evaluation_needs_no_samples(llm: MadeUp, tmp_path: Path) -> None:
