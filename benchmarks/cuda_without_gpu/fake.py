@@ -187,8 +187,8 @@ class FakeDecoding:
         if module is not None:
             _move_module(module, dtype, device)
         self.perturber = RolloutPerturber(perturbation, store, gate, embeddings, override, device, module)
-        notes = self.perturber.notes
-        notes._drain_edits = _on_host(notes._drain_edits)
+        pending = self.perturber.pending
+        pending._drain_edits = _on_host(pending._drain_edits)
         self.perturber._download = lambda tensor: _arrived(tensor.to("cpu", non_blocking=True))
         perturbation.prepare(embeddings)
         self._reads_hidden = perturbation.reads_hidden

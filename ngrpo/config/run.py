@@ -77,7 +77,10 @@ PRESETS: dict[str, dict[str, Default]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling(Options):
-    """``--sampling.*``: masks of the rollout's token distribution; the defaults mask nothing."""
+    """``--sampling.*``: how rollouts draw tokens, how the loss corrects for it, how old a response may be.
+
+    The defaults change nothing.
+    """
 
     kind = "sampling"
 
@@ -107,7 +110,10 @@ class Sampling(Options):
         return self.correct_mask or self.score_centering
 
     def given(self) -> dict[str, Any]:
-        """The settings that are on. A staleness of 0 is: it leaves out every response of earlier weights."""
+        """The settings that are on.
+
+        ``max_staleness`` is on at 0 too: it then leaves out every response of earlier weights.
+        """
         settings = {name: value for name, value in self.spec().items() if value}
         if self.max_staleness is not None:
             settings["max_staleness"] = self.max_staleness

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Asynchronous scheduling: a step is scheduled, and may run, before the tokens of the last step are known.
 
-- A step's draws are still being copied to the host when the next steps run. They wait in :class:`Notes`.
+- A step's draws are still being copied to the host when the next steps run. They wait in :class:`PendingSteps`.
 - A request keeps its slot until the last copies of its draws have arrived (`ngrpo.rollout.requests`).
 - A worker computes further tokens before the end of a response is seen, any number of them where vLLM's front end looks
   for a stop string. Only the front end knows how long a response is; `records.py` cuts a worker's trajectory to that.
@@ -41,7 +41,7 @@ class DrawnBatch(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Note:
+class PendingStep:
     """What a step drew. On CUDA it is still being copied to the host until ``ready`` has happened.
 
     Attributes:
@@ -87,17 +87,17 @@ class Note:
         )
 
 
-class Notes:
-    """The queue of notes, first in, first out.
+class PendingSteps:
+    """The steps whose draws are not in the store yet, first in, first out.
 
     Tokens and edits of up to :data:`STEPS_AT_ONCE` steps are written together, once they have arrived. The tokens that
     sampling left are copied to the host only then: their number, and so the size of their copy, arrives with the drawn
-    tokens. Notes that wait for this second copy have a queue of their own. A worker that records sampling masks writes
+    tokens. Steps that wait for this second copy have a queue of their own. A worker that records sampling masks writes
     each step by itself, so that the device keeps the bits of few steps.
 
     Attributes:
-        added: the number of notes ever added.
-        written: the number of notes that are completely in the stores.
+        added: the number of steps ever added.
+        written: the number of steps that are completely in the stores.
     """
 
     def __init__(
@@ -119,67 +119,67 @@ class Notes:
         self._routed = routed
         self._event = event
         self._at_once = STEPS_AT_ONCE if masks is None else 1
-        self._coming: deque[Note] = deque()  # notes whose tokens and edits are not in the store yet
-        self._masked: deque[Note] = deque()  # notes whose tokens and edits are, and whose sampling masks are not yet
-        # Of each slot: the number of its newest note, and the position that its newest written note drew.
-        self._newest_note = np.zeros(store.slots, dtype=np.int64)
+        self._coming: deque[PendingStep] = deque()  # steps whose tokens and edits are not in the store yet
+        self._masked: deque[PendingStep] = deque()  # steps whose tokens and edits are, and whose sampling masks are not
+        # Of each slot: the number of its newest step, and the position that its newest written step drew.
+        self._newest_step = np.zeros(store.slots, dtype=np.int64)
         self._newest_position = np.full(store.slots, -1, dtype=np.int64)
         self.added = 0
-        self._stored = 0  # the number of notes whose tokens and edits are in the store
+        self._stored = 0  # the number of steps whose tokens and edits are in the store
         self.written = 0
 
-    def add(self, note: Note) -> None:
-        """Queues the note of a step. Once enough steps have gathered, those that have arrived are written."""
-        self._coming.append(note)
+    def add(self, step: PendingStep) -> None:
+        """Queues a step. Once enough steps have gathered, those that have arrived are written."""
+        self._coming.append(step)
         self.added += 1
-        self._newest_note[note.slots] = self.added
+        self._newest_step[step.slots] = self.added
         if len(self._coming) >= self._at_once:
             self.drain()
 
     def grow(self, slots: int) -> None:
         """Makes room for more slots."""
-        self._newest_note = grown(self._newest_note, slots)
+        self._newest_step = grown(self._newest_step, slots)
         self._newest_position = grown(self._newest_position, slots, -1)
 
     def drain(self, until: int = 0) -> None:
-        """Writes the notes that have arrived, and waits for the first ``until`` notes ever added."""
+        """Writes the steps that have arrived, and waits for the first ``until`` steps ever added."""
         self._drain_edits(until)
         while self._masked and _arrived(self._masked[0], wait=self.written < until):
-            note = self._masked.popleft()
+            step = self._masked.popleft()
             masks = require(self._masks, "the store of masks")
-            support = require(note.support, "the support")
-            slots, positions = note.kept
-            counts, ids = support.read(note.kept_rows)
+            support = require(step.support, "the support")
+            slots, positions = step.kept
+            counts, ids = support.read(step.kept_rows)
             masks.write(slots, positions, counts, ids)
             self.written += 1
 
     def drain_slot(self, slot: int) -> None:
-        """Waits for the tokens and edits of a slot: for its newest note, and for no note after that."""
-        self._drain_edits(int(self._newest_note[slot]))
+        """Waits for the tokens and edits of a slot: for its newest step, and for no step after that."""
+        self._drain_edits(int(self._newest_step[slot]))
 
     def _drain_edits(self, until: int) -> None:
         """As :meth:`drain`, for tokens, edits and experts."""
-        arrived: list[Note] = []
+        arrived: list[PendingStep] = []
         while self._coming and _arrived(self._coming[0], wait=self._stored + len(arrived) < until):
             arrived.append(self._coming.popleft())
         self._write_steps(arrived)
-        for note in arrived:
+        for step in arrived:
             self._stored += 1
-            if note.buffer is not None:
-                note.buffer.give_back()
-            if note.routed is not None:
-                require(self._routed, "the store of experts").write(note.routed)
-            if note.support is None:
+            if step.buffer is not None:
+                step.buffer.give_back()
+            if step.routed is not None:
+                require(self._routed, "the store of experts").write(step.routed)
+            if step.support is None:
                 self.written += 1
             else:
-                note.support.send_ids()
-                self._masked.append(replace(note, ready=self._event()))
+                step.support.send_ids()
+                self._masked.append(replace(step, ready=self._event()))
 
-    def _write_steps(self, notes: Sequence[Note]) -> None:
-        """Writes the tokens and edits of notes: as many steps together as draw consecutive positions."""
+    def _write_steps(self, arrived: Sequence[PendingStep]) -> None:
+        """Writes the tokens and edits of steps that have arrived: as many together as draw consecutive positions."""
         consecutive: list[DrawnStep] = []
-        for note in notes:
-            step = note.drawn_step()
+        for pending in arrived:
+            step = pending.drawn_step()
             if consecutive and not self._continues(step):
                 self._store.write_steps(consecutive)
                 consecutive = []
@@ -196,12 +196,12 @@ class Notes:
         return bool((self._newest_position[step.slots] + 1 == step.positions).all())
 
 
-def _arrived(note: Note, wait: bool) -> bool:
-    """Whether the copies of a note have arrived; with ``wait`` they are waited for."""
-    if note.ready is None or note.ready.query():
+def _arrived(step: PendingStep, wait: bool) -> bool:
+    """Whether the copies of a step have arrived; with ``wait`` they are waited for."""
+    if step.ready is None or step.ready.query():
         return True
     if wait:
-        note.ready.synchronize()
+        step.ready.synchronize()
     return wait
 
 

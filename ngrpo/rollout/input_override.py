@@ -119,7 +119,7 @@ class InputOverride:
         return self._bare.forward(self._module, ids)
 
     def put_drawn(self, rows: Tensor, vectors: Tensor, fed: Tensor) -> None:
-        """Takes the edits of a step, and of no other: N rows of its batch, vectors (N, D), flags (N,) bool."""
+        """Replaces the last step's edits by those of N rows of this step's batch: vectors (N, D), flags (N,) bool."""
         self.clear_drawn()
         self.drawn_fed.index_copy_(0, rows, fed)
         self.drawn_vectors.index_copy_(0, rows, vectors)

@@ -10,7 +10,7 @@
 3. The draws are copied to the host while further steps run, then written into the store (`async_scheduling.py`).
 
 `requests.py` opens and closes slots. A slot has a trajectory's state in the store, the gate and the masks, also during
-preemption, until its last note is in the store.
+preemption, until its last step is in the store.
 """
 
 import logging
@@ -21,15 +21,16 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ngrpo.methods.sampling_schedules.base import NextTokens, SamplingSchedule
+from ngrpo.methods.sampling_schedules.base import SamplingSchedule
 from ngrpo.rollout import step_graphs
-from ngrpo.rollout.async_scheduling import DrawnBatch, HostBuffer, Note, Notes
+from ngrpo.rollout.async_scheduling import DrawnBatch, HostBuffer, PendingStep, PendingSteps
 from ngrpo.rollout.batch import NO_POSITIONS, Batch, Rows, no_rows
 from ngrpo.rollout.chunks import grown
 from ngrpo.rollout.input_override import PLAIN, InputOverride
 from ngrpo.rollout.output_layer import OutputLayer
 from ngrpo.rollout.routed_experts import RoutedExperts
 from ngrpo.rollout.sampling_support import SamplingMaskStore, SamplingSupport
+from ngrpo.rollout.scheduled_temperatures import ScheduledTemperatures
 from ngrpo.rollout.step_graphs import CaptureFailed, StepGraphs
 from ngrpo.rollout.step_kernels import StepKernels
 from ngrpo.rollout.step_records import SeparateRecord
@@ -92,7 +93,7 @@ class RolloutPerturber:
         self.device = device
         self._module = module
         self.masks = masks
-        self._schedule = schedule
+        self._temperatures = None if schedule is None else ScheduledTemperatures(schedule, store, self._upload)
         self.routed = routed
         self._kernels = StepKernels(
             perturbation,
@@ -110,7 +111,7 @@ class RolloutPerturber:
         if graphs and perturbation.active and step_graphs.available(device):
             gate.grow(store.slots + 1)  # the scratch row
             self._graphs = StepGraphs(self._kernels, gate, override, device, self._watched, self._output)
-        self.notes = Notes(store, masks, routed, lambda: self._event())
+        self.pending = PendingSteps(store, masks, routed, lambda: self._event())
         # Candidates of stored edits that are mixed at once.
         self._candidates_at_once = REPLAY_CHUNK
 
@@ -118,8 +119,6 @@ class RolloutPerturber:
         self._rows = no_rows()
         self.composition = 0  # counts the changes of the batch's rows
         self._row_of_slot = np.full(store.slots, -1, dtype=np.int64)  # -1 for slots that are not in the batch
-        self._training_steps = torch.zeros(0, dtype=torch.int64)  # of the rows, (B,); for a schedule only
-        self._response_numbers = torch.zeros(2, 0, dtype=torch.int64)  # number and count, (2, B); for a schedule only
 
         # The step in flight: set before the forward, read after the logits.
         self._batch: Batch | None = None
@@ -161,7 +160,8 @@ class RolloutPerturber:
             names: of the requests, in the order of the batch.
             starts: the first position that the forward computes of each request, (B,) int64.
             counts: how many positions it computes of each, (B,) int64.
-            discard: whether a prompt is not complete with it, so that vLLM throws the drawn token away, (B,) bool.
+            discard: whether the forward leaves the prompt incomplete, so that vLLM throws the drawn token away, (B,)
+                bool.
         """
         same_rows = self._locate_rows(names)
         slots = self._rows.slots
@@ -190,9 +190,8 @@ class RolloutPerturber:
         )
         self.composition += 1
         self._row_of_slot[slots] = np.arange(len(names))
-        if self._schedule is not None:
-            self._training_steps = self._upload(store.training_steps[slots])
-            self._response_numbers = self._upload(store.response_numbers[slots].T)
+        if self._temperatures is not None:
+            self._temperatures.locate(slots)
         return False
 
     def _lay_out(self, slots: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> None:
@@ -228,7 +227,7 @@ class RolloutPerturber:
         ``first_row``: the row of the forward that position ``start`` is in. Returns the rows that are edited, (N,)
         int64.
         """
-        self.notes.drain_slot(slot)
+        self.pending.drain_slot(slot)
         edits = self._store.edits(slot, start, start + count)
         if not edits:
             return NO_POSITIONS
@@ -279,42 +278,14 @@ class RolloutPerturber:
         scaled = logits[:1].float().repeat(len(logits), 1)
         if self.masks is not None:
             SamplingSupport(scaled, self._download).rehearse()
-        if self._schedule is not None:
-            numbers = torch.arange(len(logits), device=logits.device)
-            next_tokens = NextTokens(
-                logits=scaled,
-                temperature=torch.ones_like(scaled[:, 0]),
-                generated=numbers,
-                step=numbers,
-                answer=numbers,
-                answers=numbers + 1,
-            )
-            self._schedule.factor(next_tokens)
+        if self._temperatures is not None:
+            self._temperatures.rehearse(scaled)
 
     def temperature_factor(self, scaled: Tensor, temperature: Tensor, greedy: Tensor | None) -> Tensor | None:
         """The factor of each temperature (B,), 1 where no schedule applies; None for no schedule."""
-        if self._schedule is None:
+        if self._temperatures is None:
             return None
-        batch = require(self._batch, "the batch of begin()")
-        # A prompt that is not complete yet is below its first generated position; its token is thrown away.
-        generated = np.maximum(batch.next_positions - batch.rows.first, 0)
-        steps = self._training_steps
-        response_number, response_count = self._response_numbers
-        next_tokens = NextTokens(
-            logits=scaled.float(),
-            temperature=temperature,
-            generated=self._upload(generated),
-            step=steps.clamp_min(0),
-            answer=response_number,
-            answers=response_count,
-        )
-        factor = self._schedule.factor(next_tokens)
-        if factor is None:
-            return None
-        applies = steps >= 0
-        if greedy is not None:
-            applies = applies & (greedy < 0)
-        return torch.where(applies, factor, 1.0)
+        return self._temperatures.factor(require(self._batch, "the batch of begin()"), scaled, temperature, greedy)
 
     def finish(
         self,
@@ -350,8 +321,8 @@ class RolloutPerturber:
         support = None if self.masks is None else SamplingSupport(drawable, self._download)
         routed = None if self.routed is None else self.routed.take(self._download)
         self._remember(batch, kept, drawn.may_edit)
-        self.notes.add(
-            Note(
+        self.pending.add(
+            PendingStep(
                 ready=self._event(drawn.buffer),
                 slots=batch.slots,
                 positions=batch.next_positions,
@@ -478,7 +449,7 @@ class RolloutPerturber:
         """Makes room for more trajectories."""
         self._row_of_slot = grown(self._row_of_slot, slots, -1)
         self._last_position = grown(self._last_position, slots, -1)
-        self.notes.grow(slots)
+        self.pending.grow(slots)
         self._gate.grow(slots if self._graphs is None else slots + 1)
         if self.masks is not None:
             self.masks.grow(slots)
@@ -487,7 +458,7 @@ class RolloutPerturber:
 
     def closed(self, slot: int) -> None:
         """Drops the edit drawn for a gone request's next position, since its slot will be used again."""
-        # Not in place: a note has the same array.
+        # Not in place: a pending step has the same array.
         self._drawn_positions = np.where(self._drawn_slots == slot, -1, self._drawn_positions)
 
     def _download(self, tensor: Tensor) -> Tensor:

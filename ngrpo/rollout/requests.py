@@ -106,7 +106,7 @@ class RunningRequests:
         self._prompt_counts = seeds.PromptCounts(rank)
         # Live requests whose record nobody may get any more: it was handed over, or the request was aborted.
         self._dropped: set[str] = set()
-        # Requests that the scheduler reported as finished, with the number of notes that had been added by then. A
+        # Requests that the scheduler reported as finished, with the number of steps that had been added by then. A
         # record is complete once all of these are in the stores.
         self._ended: dict[str, int] = {}
         # Names of all requests that are alive or in the buffer. A buffer may drop records without telling, so some
@@ -128,7 +128,7 @@ class RunningRequests:
         """
         for name in scheduler_output.finished_req_ids:
             if name in self._store.live:
-                self._ended[name] = self._perturber.notes.added
+                self._ended[name] = self._perturber.pending.added
         self._finish()
         for request in scheduler_output.scheduled_new_reqs:
             self._open(request)
@@ -136,13 +136,13 @@ class RunningRequests:
             self._perturber.routed.follow(scheduler_output, self._store.live)
 
     def _finish(self, names: Iterable[str] = ()) -> None:
-        """Puts finished trajectories into the buffer: those whose notes have arrived, and ``names``, after a wait."""
+        """Puts finished trajectories into the buffer: those whose draws have arrived, and ``names``, after a wait."""
         if not self._ended:
             return
-        notes = self._perturber.notes
+        pending = self._perturber.pending
         awaited = max((self._ended.get(name, 0) for name in names), default=0)
-        notes.drain(until=awaited)
-        complete = [name for name, last_note in self._ended.items() if last_note <= notes.written]
+        pending.drain(until=awaited)
+        complete = [name for name, last_step in self._ended.items() if last_step <= pending.written]
         for name in complete:
             del self._ended[name]
             slot = self._store.live[name]
@@ -172,7 +172,8 @@ class RunningRequests:
             prompt_tokens=len(prompt),
             perturbed=bool(arguments.get("enabled", True)),
             training_step=training_step,
-            response_number=(int(arguments.get("answer", 0)), int(arguments.get("answers", 1))),
+            response_number=int(arguments.get("answer", 0)),
+            response_count=int(arguments.get("answers", 1)),
         )
         if earlier is not None:
             self._store.load(slot, earlier, ahead=arguments.get("ahead", False))
@@ -194,7 +195,7 @@ class RunningRequests:
             return seeds.trajectory_seed(self._perturbation.seed, int(requested), sample)
         prompt_seed = seeds.of_prompt(prompt)
         if "round" in arguments:
-            prompt_seed = seeds.of_row_and_prompt(prompt, int(arguments["round"]))
+            prompt_seed = seeds.of_prompt_and_number(prompt, int(arguments["round"]))
         sample = self._prompt_counts.next(prompt_seed)
         return seeds.trajectory_seed(self._perturbation.seed, prompt_seed, sample)
 
@@ -247,7 +248,7 @@ class RunningRequests:
             # vLLM's scheduler reports the end of a request only with the next step. The record is complete already,
             # and must not come a second time.
             self._dropped.add(name)
-            self._perturber.notes.drain(until=self._perturber.notes.added)
+            self._perturber.pending.drain(until=self._perturber.pending.added)
             return self._extract(name)
         if name not in self._store.live:
             self._names.discard(name)

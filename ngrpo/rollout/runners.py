@@ -105,29 +105,29 @@ def _sample_v1(sampler: SamplerV1, perturbation: AttachedPerturbation) -> Callab
     from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
     original: Callable[..., Any] = sampler.sample
-    seen: _SamplingV1 | None = None
+    sampling: _SamplingV1 | None = None
 
     def sample(logits: Tensor, metadata: SamplingMetadata, logprobs_mode_override: str | None = None) -> Any:
-        nonlocal seen
+        nonlocal sampling
         perturber = perturbation.perturber
         if not perturber.busy:  # a dummy run, by which vLLM warms up and measures its memory
             perturber.rehearse(logits)
             return original(logits, metadata, logprobs_mode_override)
-        if seen is None or seen.metadata is not metadata:
-            seen = _SamplingV1.of(metadata, logits)
+        if sampling is None or sampling.metadata is not metadata:
+            sampling = _SamplingV1.of(metadata, logits)
         greedy = None
         if not metadata.all_random:
             greedy = logits.argmax(dim=-1)
             if not metadata.all_greedy:
                 greedy = torch.where(require(metadata.temperature, "temperature") < GREEDY_BELOW, greedy, -1)
-        temperature = seen.temperature
+        temperature = sampling.temperature
         scaled = logits if metadata.all_greedy else logits.div_(temperature.unsqueeze(-1))
         factor = None if metadata.all_greedy else perturber.temperature_factor(scaled, temperature, greedy)
         if factor is not None:
             scaled = scaled.div_(factor.unsqueeze(-1))
             temperature = temperature * factor
         drawable = scaled
-        if seen.filters:
+        if sampling.filters:
             drawable = scaled.clone()  # perturbations see the logits before the filters
             for processor in metadata.logitsprocs.argmax_invariant:
                 drawable = processor.apply(drawable)
@@ -192,17 +192,17 @@ def _leave_logits_to_graph(
     """
     original: Callable[..., Any] = runner.sample
     sampler = require(runner.sampler, "the sampler of the last pipeline rank")
-    seen: tuple[RolloutPerturber, int] | None = None  # the composition of the batch that ``unchanged`` is of
+    unchanged_of: tuple[RolloutPerturber, int] | None = None  # the composition of the batch that has ``unchanged``
     unchanged = False
 
     def sample(hidden_states: Tensor, input_batch: InputBatchV2, grammar_output: object) -> Any:
-        nonlocal seen, unchanged
+        nonlocal unchanged_of, unchanged
         perturber = perturbation.perturber
         if grammar_output is not None or not perturber.computes_logits(input_batch.num_reqs):
             return original(hidden_states, input_batch, grammar_output)
         # A request keeps its parameters and its slot while it runs.
-        if seen != (perturber, perturber.composition):
-            seen = (perturber, perturber.composition)
+        if unchanged_of != (perturber, perturber.composition):
+            unchanged_of = (perturber, perturber.composition)
             unchanged = draws_from_unchanged_logits(sampler, input_batch.idx_mapping_np)
         if not unchanged:
             return original(hidden_states, input_batch, grammar_output)
@@ -292,7 +292,7 @@ def _sample_v2(sampler: SamplerV2, perturbation: AttachedPerturbation) -> Callab
     place_of_slots_np = names_after_logits.index("idx_mapping_np")
     # vLLM 0.26 applies the parameters in place and in the dtype of the logits, later releases in a float32 copy.
     applies_in_copy = hasattr(sampler, "needs_logits_processing")
-    seen: _SamplingV2 | None = None
+    sampling: _SamplingV2 | None = None
 
     def apply_min_p(logits: Tensor, expanded_idx_mapping: Tensor, idx_mapping_np: np.ndarray) -> None:
         """Does nothing in a step of requests, where ``sample`` filters by min-p after perturbation and schedule."""
@@ -300,7 +300,7 @@ def _sample_v2(sampler: SamplerV2, perturbation: AttachedPerturbation) -> Callab
             original_min_p(logits, expanded_idx_mapping, idx_mapping_np)
 
     def sample(logits: Tensor, *arguments: Any, **kwargs: object) -> tuple[Tensor, Tensor]:
-        nonlocal seen
+        nonlocal sampling
         perturber = perturbation.perturber
         if not perturber.busy:  # a dummy run, by which vLLM warms up and measures its memory
             perturber.rehearse(logits)
@@ -308,29 +308,29 @@ def _sample_v2(sampler: SamplerV2, perturbation: AttachedPerturbation) -> Callab
         slots = arguments[place_of_slots]
         slots_np = arguments[place_of_slots_np]
         # A request keeps its parameters and its slot while it runs.
-        if seen is None or seen.perturber is not perturber or seen.composition != perturber.composition:
-            seen = _SamplingV2.of(sampler, slots, slots_np, perturber)
+        if sampling is None or sampling.perturber is not perturber or sampling.composition != perturber.composition:
+            sampling = _SamplingV2.of(sampler, slots, slots_np, perturber)
         output_layer = perturbation.output_layer
         output_hidden = None if output_layer is None else output_layer.take()
         if output_hidden is not None:
-            return perturber.finish(logits, seen.temperature, logits, None, output_hidden), logits
+            return perturber.finish(logits, sampling.temperature, logits, None, output_hidden), logits
         # Where no request changes its logits, these are the model's own, in its dtype: the draw reads them as they are.
         changeable = logits if applies_in_copy else logits.float()
         scaled = sampler.apply_sampling_params(changeable, *arguments, skip_top_k_top_p=True)
-        greedy = None if seen.is_greedy is None else torch.where(seen.is_greedy, scaled.argmax(dim=-1), -1)
-        temperature = seen.temperature
+        greedy = None if sampling.is_greedy is None else torch.where(sampling.is_greedy, scaled.argmax(dim=-1), -1)
+        temperature = sampling.temperature
         factor = perturber.temperature_factor(scaled, temperature, greedy)
         if factor is not None:
             scaled = scaled / factor.unsqueeze(-1)
             temperature = temperature * factor
         drawable = scaled
-        if seen.min_p:
+        if sampling.min_p:
             drawable = scaled.clone()
             original_min_p(drawable, slots, slots_np)
-        if seen.top_k is not None or seen.top_p is not None:
+        if sampling.top_k is not None or sampling.top_p is not None:
             if drawable is scaled:  # vLLM filters in place where it can
                 drawable = scaled.clone()
-            drawable = apply_top_k_top_p(drawable, seen.top_k, seen.top_p)
+            drawable = apply_top_k_top_p(drawable, sampling.top_k, sampling.top_p)
         return perturber.finish(scaled, temperature, drawable, greedy), drawable
 
     states.apply_min_p = apply_min_p

@@ -7,9 +7,10 @@ for a small model's forward. What is captured, in this order:
 1. the keys of all draws, and the rows that rate and schedule select;
 2. the draw of the tokens;
 3. the proposal at **all** rows, and the gate's verdict, which is False where a row is not selected;
-4. the vectors to be fed, which go to the embedding's override;
-5. the state of a further gate;
-6. one matrix of 32-bit words with all that the host records.
+4. the state of a further gate;
+5. the vectors to be fed;
+6. one matrix of 32-bit words with all that the host records;
+7. copies to fixed addresses: that matrix, the tokens, and the vectors in the embedding's override.
 
 Where nothing changes the logits before the draw, the model's output layer is captured too, ahead of all this
 (`output_layer.py`): the input of the graph is then the last hidden states.

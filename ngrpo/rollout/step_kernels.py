@@ -206,7 +206,7 @@ class StepKernels:
     def _proposed(
         self, gated: GatedRows, rows: StepRows, draw: Drawn, logits: Logits, selected: Tensor | None
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        step = self._step(rows, draw, logits, gated.keys)
+        step = self._perturbation_step(rows, draw, logits, gated.keys)
         proposal = self._perturbation.propose(step)
         drawable = logits.scaled if logits.drawable is None else logits.drawable
         proposed_logits = drawable.gather(-1, proposal.tokens.unsqueeze(-1)).squeeze(-1)
@@ -224,7 +224,9 @@ class StepKernels:
             log_probs = _log_probs(tokens, drawable, draw.log_total)
         return tokens, log_probs, _recorded(proposal, fed, agreed=tokens == draw.tokens)
 
-    def _step(self, rows: StepRows, draw: Drawn, logits: Logits, keys: Mapping[streams.Stream, Tensor]) -> Step:
+    def _perturbation_step(
+        self, rows: StepRows, draw: Drawn, logits: Logits, keys: Mapping[streams.Stream, Tensor]
+    ) -> Step:
         """What perturbations and gates see of these rows."""
         return Step(
             logits=logits.scaled.float(),
@@ -273,7 +275,7 @@ class StepKernels:
     def advance_gate(self, rows: Tensor, draw: Drawn, logits: Logits, fed: Tensor) -> None:
         """Moves the further gate's state past the tokens of all rows; ``fed``: perturbed, (B,) bool."""
         step_rows = StepRows.view(rows)
-        step = self._step(step_rows, draw, logits, keys={})
+        step = self._perturbation_step(step_rows, draw, logits, keys={})
         self._gate.advance(step_rows.slots, step, step_rows.first, fed, step_rows.sampled > 0)
 
     # Only a graph computes keys on the device: as single operations they would be a hundred kernels.

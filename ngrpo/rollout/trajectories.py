@@ -59,7 +59,7 @@ class TrajectoryStore:
         seeds: of the trajectories, (S,) int64.
         prompt_lengths: in tokens, hence the positions of the first generated tokens, (S,) int64.
         training_steps: for the sampling schedule, which leaves a request with -1 out, (S,) int64.
-        response_numbers: of each response among those to its prompt, from 0, and how many these are, (S, 2) int64.
+        numbers_and_counts: of each response among those to its prompt, from 0, and how many these are, (S, 2) int64.
         perturbed: whether the request may be perturbed, (S,) bool.
         has_edits: whether the trajectory may have edits in the store or on their way to it, (S,) bool.
         ahead: whether a record is replayed on generated positions too, (S,) bool.
@@ -83,7 +83,7 @@ class TrajectoryStore:
         self.seeds = np.zeros(self.slots, dtype=np.int64)
         self.prompt_lengths = np.zeros(self.slots, dtype=np.int64)
         self.training_steps = np.zeros(self.slots, dtype=np.int64)
-        self.response_numbers = np.zeros((self.slots, 2), dtype=np.int64)
+        self.numbers_and_counts = np.zeros((self.slots, 2), dtype=np.int64)
         self.perturbed = np.zeros(self.slots, dtype=bool)
         self.has_edits = np.zeros(self.slots, dtype=bool)
         self.ahead = np.zeros(self.slots, dtype=bool)
@@ -98,7 +98,8 @@ class TrajectoryStore:
         prompt_tokens: int,
         perturbed: bool,
         training_step: int = 0,
-        response_number: tuple[int, int] = (0, 1),
+        response_number: int = 0,
+        response_count: int = 1,
     ) -> int:
         """Gives a new request a clean slot.
 
@@ -108,7 +109,8 @@ class TrajectoryStore:
             prompt_tokens: length of the prompt.
             perturbed: whether the request may be perturbed.
             training_step: for the sampling schedule; below 0 the request is left out.
-            response_number: of this response among those to its prompt, from 0, and how many these are.
+            response_number: of this response among those to its prompt, from 0.
+            response_count: how many responses the prompt gets.
         """
         if not self._free:
             self._grow()
@@ -116,7 +118,7 @@ class TrajectoryStore:
         self.seeds[slot] = seed
         self.prompt_lengths[slot] = prompt_tokens
         self.training_steps[slot] = training_step
-        self.response_numbers[slot] = response_number
+        self.numbers_and_counts[slot] = (response_number, response_count)
         self.perturbed[slot] = perturbed
         self.has_edits[slot] = False
         self.ahead[slot] = False
@@ -130,7 +132,7 @@ class TrajectoryStore:
         self.seeds = grown(self.seeds, self.slots)
         self.prompt_lengths = grown(self.prompt_lengths, self.slots)
         self.training_steps = grown(self.training_steps, self.slots)
-        self.response_numbers = grown(self.response_numbers, self.slots)
+        self.numbers_and_counts = grown(self.numbers_and_counts, self.slots)
         self.perturbed = grown(self.perturbed, self.slots)
         self.has_edits = grown(self.has_edits, self.slots)
         self.ahead = grown(self.ahead, self.slots)

@@ -17,8 +17,8 @@ from perturbations.registry import gates
 _Array = TypeVar("_Array", np.ndarray, Tensor)
 
 _NEVER = torch.iinfo(torch.int64).max  # the position where thinking ends, as long as it has not ended
-# The end of a prompt is searched for the text: one token for each byte of the text, and this many for white space
-# after it.
+# `after_prompt` looks for the text among the prompt's last tokens: one for each byte of the text, and this many more,
+# since white space may follow it.
 _MARGIN = 32
 # The states after this many latest positions are kept, since the engine may draw a position again.
 _POSITIONS = 8
@@ -279,10 +279,10 @@ class BoundGate:
         if self._options.entropy_min is not None:
             is_open = is_open & (step.entropy() >= self._options.entropy_min)
         if self._further is not None:
-            is_open = is_open & self._further.open(self._seen(rows, step, first))
+            is_open = is_open & self._further.open(self._gate_step(rows, step, first))
         return is_open
 
-    def _seen(self, rows: Tensor, step: Step, first: Tensor) -> GateStep:
+    def _gate_step(self, rows: Tensor, step: Step, first: Tensor) -> GateStep:
         """What the further gate sees at each position."""
         generated = step.positions - first
         if not self.further_has_state:
@@ -296,7 +296,7 @@ class BoundGate:
         """Moves the further gate's state past B positions with ``kept`` tokens; ``fed``: perturbed, (B,) bool."""
         if self._further is None:
             return
-        state_by_name = self._further.advance(self._seen(rows, step, first), fed)
+        state_by_name = self._further.advance(self._gate_step(rows, step, first), fed)
         state = torch.stack([state_by_name[name].float() for name in self._names], dim=-1)  # (B, names)
         column = step.positions % _POSITIONS
         self._further_states[rows, column] = torch.where(kept.unsqueeze(-1), state, self._further_states[rows, column])

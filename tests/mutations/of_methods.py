@@ -203,8 +203,8 @@ MUTATIONS = {
     ("ngrpo/rollout/sample_tokens.py", "rollout/test_sample_tokens.py"): [
         (".clamp_max(1.0 - 2.0**-24)", "", "the only token allowed may lose to token 0"),
     ],
-    ("ngrpo/rollout/perturber.py", "methods/sampling_schedules/test_sampling_schedules_run.py"): [
-        ("store.response_numbers[slots].T", "store.response_numbers[: len(names)].T", "ladder: by row, not by slot"),
+    ("ngrpo/rollout/scheduled_temperatures.py", "methods/sampling_schedules/test_sampling_schedules_run.py"): [
+        ("numbers_and_counts[slots].T", "numbers_and_counts[: len(slots)].T", "ladder: by row, not by slot"),
         ("applies = applies & (greedy < 0)", "pass", "greedy requests follow the schedule"),
     ],
     ("ngrpo/trainers/openrlhf/samples_generator.py", "methods/sampling_schedules/test_sampling_schedules_run.py"): [

@@ -61,7 +61,11 @@ MUTATIONS = {
     ("ngrpo/rollout/runners.py", "rollout/test_output_layer.py"): [
         ("if grammar_output is not None or not perturber", "if not perturber", "logits in a graph: a grammar"),
         ("reports_log_probs or states.any_greedy", "states.any_greedy", "logits in a graph: log-probabilities"),
-        ("if seen != (perturber, perturber.composition):", "if seen is None:", "logits in a graph: another batch"),
+        (
+            "if unchanged_of != (perturber, perturber.composition):",
+            "if unchanged_of is None:",
+            "logits in a graph: another batch",
+        ),
     ],
     ("ngrpo/rollout/step_records.py", _RECORDS): [
         ("(words[:, 0] & 2) > 0", "(words[:, 0] & 1) > 0", "packed records: agreed is fed"),
@@ -95,22 +99,34 @@ MUTATIONS = {
         ("            columns.first[:count] = self.first\n", "", "batch: the first positions"),
     ],
     ("ngrpo/rollout/async_scheduling.py", _RECORDS): [
-        ("                note.buffer.give_back()\n", "                pass\n", "notes: buffers are never used again"),
+        (
+            "                step.buffer.give_back()\n",
+            "                pass\n",
+            "pending: buffers are never used again",
+        ),
     ],
     ("ngrpo/rollout/async_scheduling.py", "rollout/test_async_scheduling.py"): [
         (
             "if consecutive and not self._continues(step):",
             "if False:",
-            "notes: positions that do not follow are written at once",
+            "pending: positions that do not follow are written at once",
         ),
-        ("        self._newest_note[note.slots] = self.added\n", "", "notes: a slot's notes are not waited for"),
-        ("else log_probs[self.kept_rows]", "else log_probs[: len(slots)]", "notes: log-probabilities of other rows"),
+        (
+            "        self._newest_step[step.slots] = self.added\n",
+            "",
+            "pending: those of a slot are not waited for",
+        ),
+        (
+            "else log_probs[self.kept_rows]",
+            "else log_probs[: len(slots)]",
+            "pending: log-probabilities of other rows",
+        ),
         (
             "edited_slots=self.slots[edited_rows]",
             "edited_slots=slots[: len(edited_rows)]",
-            "notes: edits of other slots",
+            "pending: edits of other slots",
         ),
-        ("wait=self._stored + len(arrived) < until", "wait=False", "notes: nothing is waited for"),
+        ("wait=self._stored + len(arrived) < until", "wait=False", "pending: nothing is waited for"),
         ("if event is not None and not event.query():", "if False:", "uploads: a buffer in use"),
     ],
     ("ngrpo/rollout/input_override.py", "rollout/test_input_override.py"): [

@@ -21,7 +21,7 @@ import torch
 from ngrpo.rollout import startup_check
 from ngrpo.rollout.check_texts import CheckFailure
 from ngrpo.rollout.input_override import PLAIN, InputOverride
-from ngrpo.trainers.common.mismatch import GapScale, ReplayGap, step_metrics
+from ngrpo.trainers.common.mismatch import GapScale, MismatchTooLarge, step_metrics
 from perturbations.replay.trajectory import FinishedTrajectory
 from tests.stack.harness import Rollout, build_engine, gaps, replay_log_probs, sample
 from tests.stack.tiny_models import FORMS, HIDDEN, tiny_model
@@ -114,7 +114,7 @@ class Case:
         return scale
 
     def check_step(self, rollouts: list[Rollout], scale: GapScale) -> None:
-        """A training step's check of the gap; it raises ``ReplayGap``."""
+        """A training step's check of the gap; it raises ``MismatchTooLarge``."""
         trajectories = []
         trainer_log_probs = []
         for rollout, replayed in zip(rollouts, replay_log_probs(self.model, rollouts)):
@@ -164,7 +164,7 @@ def test_a_right_override_rings_nothing(case: Case) -> None:
 
 @pytest.mark.parametrize("override", [name for name in OVERRIDES if name != "right"])
 def test_a_wrong_override_rings(case: Case, override: str) -> None:
-    with pytest.raises(ReplayGap, match="where nothing is perturbed"):
+    with pytest.raises(MismatchTooLarge, match="where nothing is perturbed"):
         case.check_first_step(override)
 
 
@@ -174,7 +174,7 @@ def test_the_record_of_another_sample_rings(case: Case) -> None:
     shifted_records = [records[-1], *records[:-1]]
     mixed_up = [replace(rollout, record=record) for rollout, record in zip(rollouts, shifted_records)]
     scale = case.scale("right")
-    with pytest.raises(ReplayGap, match="where nothing is perturbed"):
+    with pytest.raises(MismatchTooLarge, match="where nothing is perturbed"):
         case.check_step(mixed_up, scale)
 
 
@@ -185,9 +185,9 @@ def test_a_stale_weight_rings(case: Case, monkeypatch: pytest.MonkeyPatch) -> No
     weights = dict(case.model.named_parameters())
     (name,) = (name for name in weights if name.endswith("layers.0.mlp.down_proj.weight"))
     monkeypatch.setattr(weights[name], "data", -weights[name].data)
-    with pytest.raises(ReplayGap, match="where nothing is perturbed"):
+    with pytest.raises(MismatchTooLarge, match="where nothing is perturbed"):
         case.check_step(rollouts, scale_before)
-    with pytest.raises(ReplayGap, match="have not the same weights"):
+    with pytest.raises(MismatchTooLarge, match="have not the same weights"):
         case.check_first_step("right")
 
 

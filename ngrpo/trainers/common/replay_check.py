@@ -43,7 +43,11 @@ def check_replay(model: PreTrainedModel, log_probs: Callable[[Tensor, Tensor, Te
             fed = text_outputs({"first": texts.first, "other": text, "own": text, "last": texts.last})
         return check_texts.compared(plain, fed, texts.row, reads_tokens=reads_tokens, what="replayed", unit="sample")
 
-    half, name = next(model.parameters()).dtype != torch.float32, type(model).__name__
     check_texts.check_texts(
-        embedding.num_embeddings, _LONGEST, compare, half_precision=half, where="the trainer", model=name
+        embedding.num_embeddings,
+        _LONGEST,
+        compare,
+        half_precision=next(model.parameters()).dtype != torch.float32,
+        where="the trainer",
+        model=type(model).__name__,
     )

@@ -39,7 +39,7 @@ class MeasuringExperienceMaker(Upstream):
         training_step: from 0, or from a checkpoint's.
         weight_version: of the trainer's weights: the number of weight syncs that it has made.
         step_measures: of the current step, which the trainer takes.
-        visits: what an advantage keeps of prompts, COPO's counts or SPO's values; part of a checkpoint.
+        prompt_memory: what an advantage keeps of prompts, COPO's counts or SPO's values; part of a checkpoint.
         rollout_divergence: of the latest step, for a policy noise; None if unknown.
         rollout_entropy: of the latest step, for a sampling schedule; None if unknown.
         gap_scale: the run's mismatch of unperturbed responses; None before the first step.
@@ -49,7 +49,7 @@ class MeasuringExperienceMaker(Upstream):
     training_step = 0
     weight_version = 0
     step_measures: Mapping[str, float] = MappingProxyType({})
-    visits: step_advantages.Visits | step_advantages.Values | None = None
+    prompt_memory: step_advantages.Visits | step_advantages.Values | None = None
     rollout_divergence: float | None = None
     rollout_entropy: float | None = None
     gap_scale: mismatch.GapScale | None = None
@@ -68,8 +68,8 @@ class MeasuringExperienceMaker(Upstream):
         experiences = super().make_experience_batch(rollout_samples)
         gaps = None
         if run.perturbation is not None or run.has_side_records:
-            trajectories, log_probs = both_sides(self, experiences)
-            self.note(replay_measures(self, trajectories, log_probs))  # before the update
+            trajectories, log_probs = trajectories_and_log_probs(self, experiences)
+            self.note(mismatch_measures(self, trajectories, log_probs))  # before the update
             if ages is not None:
                 gaps = mismatch.gaps_of_samples(trajectories, log_probs)
         if ages is not None:
@@ -131,7 +131,7 @@ class MeasuringExperienceMaker(Upstream):
 # ---- the training–inference mismatch -------------------------------------------------------------------------------
 
 
-def both_sides(
+def trajectories_and_log_probs(
     maker: Any, experiences: Sequence[Experience]
 ) -> tuple[list[FinishedTrajectory | None], list[np.ndarray]]:
     """Each sample's trajectory, and the trainer's log-probabilities of its tokens, as in :func:`log_probs_by_position`.
@@ -151,12 +151,12 @@ def both_sides(
     return trajectories, log_probs
 
 
-def replay_measures(
+def mismatch_measures(
     maker: Any, trajectories: Sequence[FinishedTrajectory | None], log_probs: Sequence[np.ndarray]
 ) -> dict[str, float]:
-    """Measures the training–inference mismatch before the update; ``ReplayGap`` if it is too large in a strict run.
+    """Measures the training–inference mismatch before the update; raises ``MismatchTooLarge`` in a strict run.
 
-    The samples are those of :func:`both_sides`.
+    The samples are those of :func:`trajectories_and_log_probs`.
     """
     measures = mismatch.step_metrics(trajectories, log_probs, current_run().perturbation)
     if not maker.strategy.args.vllm.enable_prefix_caching:
@@ -249,7 +249,7 @@ def control_gap(maker: Any, trajectories: Sequence[FinishedTrajectory | None]) -
 
 
 def judge(maker: Any, measures: Mapping[str, float]) -> None:
-    """Warns of mismatches that are too large; raises ``ReplayGap`` in a strict run.
+    """Warns of mismatches that are too large; raises ``MismatchTooLarge`` in a strict run.
 
     Not under a sampling schedule: its rollouts are drawn at other temperatures than the trainer's.
     """

@@ -26,13 +26,25 @@ from perturbations.errors import UsageError
 
 _PROGRAM = "openrlhf.cli.train_ppo_ray"
 
-# As OpenRLHF 0.11.2 gives it to its own ray.init (cli/train_ppo_ray.py), which ours replaces.
+# The variables that OpenRLHF 0.11.2 passes to its own ray.init (cli/train_ppo_ray.py), which the one below replaces.
 _OPENRLHF_ENV = {"TOKENIZERS_PARALLELISM": "true", "NCCL_DEBUG": "WARN", "RAY_ENABLE_ZERO_COPY_TORCH_TENSORS": "1"}
 
 # Prefixes of the environment variables that the docs name. Every worker gets these variables with this process's
 # values, except those of `_OF_A_NODE`, which differ by node.
-_TRAVELS = ("DS_", "FI_", "GLOO_", "HF_", "HUGGING_FACE_", "NCCL_", "NGRPO_", "TORCH_NCCL_", "TRANSFORMERS_", "UCX_")
-_TRAVELS += ("VLLM_", "WANDB_")
+_TRAVELS = (
+    "DS_",
+    "FI_",
+    "GLOO_",
+    "HF_",
+    "HUGGING_FACE_",
+    "NCCL_",
+    "NGRPO_",
+    "TORCH_NCCL_",
+    "TRANSFORMERS_",
+    "UCX_",
+    "VLLM_",
+    "WANDB_",
+)
 _OF_A_NODE = (processes.OWNER, "VLLM_HOST_IP")
 _OPENED = ("path", "_url", "_dir", "dataset")  # the ends of OpenRLHF's flags that take paths
 
@@ -42,7 +54,7 @@ RUN_ID = "NGRPO_RUN_ID"
 _GRACE_SECONDS = 5.0
 _ROOM = "is still there. Make room (--ckpt.max_num keeps fewer) and go on with --ckpt.load_enable. The writer said:"
 # What an error's text means; the line that fits the pattern, or the last one, is appended.
-_KNOWN = {
+_MEANING_OF_ERROR = {
     # The memory monitor of Ray 2.55.
     "Memory on the node": (
         "the machine ran out of memory, and Ray ended a process of this run. End other programs, or reduce"
@@ -300,7 +312,7 @@ def root_cause(error: BaseException) -> str:
 def explanation(error: BaseException) -> str | None:
     """A known error's meaning for the user, in one paragraph; None for any other error."""
     texts = [str(link).strip() for link in _chain(error)]
-    for pattern, meaning in _KNOWN.items():
+    for pattern, meaning in _MEANING_OF_ERROR.items():
         for text in texts:
             if re.search(pattern, text):
                 lines = text.splitlines()

@@ -44,7 +44,7 @@ async def in_two_rounds(
     """The responses to one prompt, with a second round if the first one needs it.
 
     The arguments are those of ``RolloutRayActor.generate_responses``. A prompt that was cut, as too long for the run,
-    has no second round: there is no room for one. Neither has one with too little room for its draft.
+    has no second round: there is no room for one. A prompt whose draft does not fit has none either.
     """
     method = require(current_run().second_round, "--second_round")
     call = _Call(actor, prompt, sampling_params, max_length, hf_tokenizer, passed_on)

@@ -41,7 +41,7 @@ class Visits:
         """A short text, since OpenRLHF prints what a checkpoint holds."""
         return f"Visits of {len(self)} outcomes"
 
-    def visit(self, prompts: Sequence[str], responses: Sequence[str]) -> list[int]:
+    def count(self, prompts: Sequence[str], responses: Sequence[str]) -> list[int]:
         """Counts the responses of a step; returns each response's count without itself.
 
         That is: earlier occurrences of its outcome in the run, plus those in the other responses of this step. So equal
@@ -65,7 +65,7 @@ class Values:
     def __repr__(self) -> str:
         return f"Values of {len(self)} prompts"
 
-    def visit(self, prompts: Sequence[str], rewards: Sequence[float], rho: float) -> list[float]:
+    def take_and_update(self, prompts: Sequence[str], rewards: Sequence[float], rho: float) -> list[float]:
         """The value of each response's prompt before this step, v̂ = α / (α + β); then the step's rewards enter.
 
         α ← ρ α + Σ r and β ← ρ β + Σ (1 − r), Eq. 5, once a step for all responses to a prompt. A prompt's first
@@ -188,7 +188,7 @@ def compute(maker: Any, experiences: list[Experience], advantage: Advantage | No
     if overlong is not None:
         measures["advantage/overlong"] = overlong.float().mean().item()
     if has_counts:
-        measures["advantage/outcomes"] = float(len(maker.visits))
+        measures["advantage/outcomes"] = float(len(maker.prompt_memory))
     return StepAdvantages(order.batches(advantages), measures)
 
 
@@ -222,11 +222,11 @@ def with_length_penalties(experiences: Sequence[Experience], args: Any) -> list[
 
 def _counts(maker: Any, experiences: Sequence[Experience], _: Advantage) -> Tensor:
     """COPO's counts, (N,) float32."""
-    if not isinstance(maker.visits, Visits):
-        maker.visits = Visits()
+    if not isinstance(maker.prompt_memory, Visits):
+        maker.prompt_memory = Visits()
     prompts = [prompt for experience in experiences for prompt in experience.prompts]
     texts = [text for experience in experiences for text in responses(maker.tokenizer, experience)]
-    return torch.tensor(maker.visits.visit(prompts, texts), dtype=torch.float32)
+    return torch.tensor(maker.prompt_memory.count(prompts, texts), dtype=torch.float32)
 
 
 def _log_probs(maker: Any, experiences: Sequence[Experience], _: Advantage) -> Tensor:
@@ -242,11 +242,11 @@ def _log_probs(maker: Any, experiences: Sequence[Experience], _: Advantage) -> T
 
 def _values(maker: Any, experiences: Sequence[Experience], advantage: SingleStream) -> Tensor:
     """SPO's value of each response's prompt before the step, (N,)."""
-    if not isinstance(maker.visits, Values):
-        maker.visits = Values()
+    if not isinstance(maker.prompt_memory, Values):
+        maker.prompt_memory = Values()
     prompts = [prompt for experience in experiences for prompt in experience.prompts]
     rewards = torch.cat([experience.rewards for experience in experiences])
-    return torch.tensor(maker.visits.visit(prompts, rewards.tolist(), advantage.rho)).to(rewards)
+    return torch.tensor(maker.prompt_memory.take_and_update(prompts, rewards.tolist(), advantage.rho)).to(rewards)
 
 
 def _hidden(maker: Any, experiences: Sequence[Experience], advantage: NovelRepresentation) -> Tensor:

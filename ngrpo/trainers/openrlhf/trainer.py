@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import astuple
 from functools import lru_cache
-from math import ceil
 from types import MethodType
 from typing import Any
 
@@ -91,7 +90,7 @@ class PerturbedTrainer(Upstream):
         """Goes on with our part of a checkpoint's states."""
         if hasattr(self, "samples_generator"):  # in an asynchronous run the generator has the round
             self.samples_generator.rollout_round = ours["rollout_round"]
-        self.experience_maker.visits = ours["visits"]
+        self.experience_maker.prompt_memory = ours["visits"]
         self.noise = tuple(ours["noise"])
         self.past_steps = tuple(PastStep(*step) for step in ours["past_steps"])
         if hasattr(self.kl_ctl, "target") and "kl_coefficient" in ours:  # the flags have a fixed one
@@ -169,7 +168,7 @@ class PerturbedTrainer(Upstream):
         # In place, since OpenRLHF saves the best checkpoint with the same states.
         states[_STATE] = {
             "rollout_round": getattr(getattr(self, "samples_generator", None), "rollout_round", 0),
-            "visits": self.experience_maker.visits,
+            "visits": self.experience_maker.prompt_memory,
             "noise": self.noise,
             "past_steps": [astuple(step) for step in self.past_steps],
             # OpenRLHF 0.11.2 adapts it with --algo.kl.target, and leaves it out of its own states.
@@ -279,7 +278,7 @@ def steps_of_run(args: argparse.Namespace, prompts: int) -> int:
     batch = args.rollout.batch_size
     # OpenRLHF 0.11.2 trains a step on fewer prompts than --rollout.batch_size where engines draw fewer at once.
     prompts_of_step = min(batch, getattr(args.rollout, "vllm_generate_batch_size", None) or batch)
-    return max(1, args.train.num_episodes * ceil(prompts / prompts_of_step))
+    return max(1, args.train.num_episodes * math.ceil(prompts / prompts_of_step))
 
 
 @lru_cache(maxsize=1)

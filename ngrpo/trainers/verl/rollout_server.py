@@ -124,7 +124,7 @@ class PerturbedHttpServer(vLLMHttpServer):
         extra_args = sampling_params.get("extra_args") or {}
         arguments = dict(extra_args.get(KEY) or {})
         # Rows of a dataset need not be numbered, so the prompt itself is in the seed.
-        arguments["seed"] = seeds.of_row_and_prompt(prompt_ids, arguments.get("seed", 0))
+        arguments["seed"] = seeds.of_prompt_and_number(prompt_ids, arguments.get("seed", 0))
         params = {**sampling_params, "extra_args": {**extra_args, KEY: arguments}}
         output = await super().generate(prompt_ids, params, request_id, *args, **kwargs)
         if output.stop_reason == "aborted":

@@ -73,14 +73,14 @@ def test_a_row_computed_again_waits_for_its_own_newest_note_and_for_none_after_i
     discarded = np.array([True, False])
     decoding.perturber.begin(["request-0", "request-1"], starts, counts, discarded)
     assert waited == list(range(40))
-    assert decoding.perturber.notes.written == 40, "the other twenty are on their way"
+    assert decoding.perturber.pending.written == 40, "the other twenty are on their way"
 
 
 def test_a_chunk_copies_the_range_that_it_computes(monkeypatch: pytest.MonkeyPatch) -> None:
     decoding = Decoding(create("gumbel", rate=0.6), 64)
     perturber = decoding.perturber
     decode(decoding, 380, "request-0")
-    perturber.notes.drain(until=perturber.notes.added)
+    perturber.pending.drain(until=perturber.pending.added)
     store = perturber._store
     sources = perturber._override._module.override_sources
     positions = store._edits.read(store.live["request-0"])["positions"]

@@ -44,13 +44,13 @@ def test_round_and_counts_go_on() -> None:
     first = our_trainer(Trainer)()
     second = our_trainer(Trainer)()
     first.samples_generator.rollout_round = 7
-    first.experience_maker.visits = Visits()
-    first.experience_maker.visits.visit(["p", "p"], ["1", "2"])
+    first.experience_maker.prompt_memory = Visits()
+    first.experience_maker.prompt_memory.count(["p", "p"], ["1", "2"])
     first.save_logs_and_checkpoints(7, LOGGED, {"global_step": 7, "data_loader_state_dict": {}})
     states = second.init_checkpoint_states()
     assert states["global_step"] == 7
     assert second.samples_generator.rollout_round == 7
-    assert second.experience_maker.visits.visit(["p"], ["1"]) == [1]
+    assert second.experience_maker.prompt_memory.count(["p"], ["1"]) == [1]
     assert repr(states["ngrpo"]["visits"]) == "Visits of 2 outcomes", "OpenRLHF prints the states"
 
 

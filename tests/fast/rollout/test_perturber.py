@@ -11,7 +11,7 @@ import torch
 from benchmarks.command_line import in_tree
 from benchmarks.cuda_without_gpu.simulated import Disagreement, simulate
 from benchmarks.cuda_without_gpu.simulated_engine import Plan
-from ngrpo.rollout.async_scheduling import Notes
+from ngrpo.rollout.async_scheduling import PendingSteps
 from ngrpo.rollout.input_override import InputOverride
 from ngrpo.rollout.perturber import RolloutPerturber
 from perturbations import create, registry
@@ -83,8 +83,8 @@ def test_every_configuration(name: str, options: dict[str, Any], plan: Plan) -> 
 PLAN = Plan(seed=3, lag=3, preempted=0.2, chunk=3, batch=4, sampling="filtered")
 MASKED = dataclasses.replace(PLAN, masked=True)
 PROPOSE = Soft.propose
-DRAIN = Notes.drain
-DRAIN_EDITS = Notes._drain_edits
+DRAIN = PendingSteps.drain
+DRAIN_EDITS = PendingSteps._drain_edits
 LAY_OUT = InputOverride.lay_out
 
 
@@ -119,23 +119,23 @@ def only_what_is_replaced(self: InputOverride, sources: Any, upload: Any) -> Non
         LAY_OUT(self, sources, upload)
 
 
-def too_early(self: Notes, until: int = 0) -> None:
+def too_early(self: PendingSteps, until: int = 0) -> None:
     DRAIN(self)
     self.written = self.added
 
 
-def masks_too_early(self: Notes, until: int) -> None:
+def masks_too_early(self: PendingSteps, until: int) -> None:
     DRAIN_EDITS(self, until)
-    for i, note in enumerate(self._masked):  # what was asked for only now
-        self._masked[i] = dataclasses.replace(note, ready=None)
+    for i, step in enumerate(self._masked):  # what was asked for only now
+        self._masked[i] = dataclasses.replace(step, ready=None)
 
 
 FAULTS = {
-    "notes-are-read-early": (RolloutPerturber, "_event", nothing, PLAN, None),
-    "masks-are-read-early": (Notes, "_drain_edits", masks_too_early, MASKED, None),
-    "a-record-is-taken-early": (Notes, "drain", too_early, PLAN, None),
-    "a-record-with-masks-is-taken-early": (Notes, "drain", too_early, MASKED, None),
-    "recomputation-does-not-wait": (Notes, "drain_slot", nothing, PLAN, "replaced False, on a CPU True"),
+    "steps-are-read-early": (RolloutPerturber, "_event", nothing, PLAN, None),
+    "masks-are-read-early": (PendingSteps, "_drain_edits", masks_too_early, MASKED, None),
+    "a-record-is-taken-early": (PendingSteps, "drain", too_early, PLAN, None),
+    "a-record-with-masks-is-taken-early": (PendingSteps, "drain", too_early, MASKED, None),
+    "recomputation-does-not-wait": (PendingSteps, "drain_slot", nothing, PLAN, "replaced False, on a CPU True"),
     "a-source-is-left-standing": (InputOverride, "lay_out", only_what_is_replaced, PLAN, None),
 }
 

@@ -52,7 +52,7 @@ class Books:
         self.store = TrajectoryStore(4, 64)
         perturber = SimpleNamespace(
             opened=lambda name, prompt: None, closed=lambda slot: None, masks=None, routed=None,
-            notes=SimpleNamespace(drain=lambda **kwargs: None, added=0, written=0),
+            pending=SimpleNamespace(drain=lambda **kwargs: None, added=0, written=0),
         )  # fmt: skip
         self.buffer = buffers.create("memory")
         self.requests = RunningRequests(create("gumbel", seed=3), self.store, perturber, self.buffer, rank)

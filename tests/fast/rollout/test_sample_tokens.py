@@ -62,7 +62,7 @@ def test_a_token_that_a_thinking_budget_forces_is_ordinary(name: str) -> None:
 
     decoding.perturber.begin(decoding.requests, (PROMPT - 1) * ones, ones, np.full(BATCH, False))
     tokens = decoding.perturber.finish(forced, torch.full((BATCH,), 2.0), forced, None)
-    decoding.perturber.notes.drain(until=1)
+    decoding.perturber.pending.drain(until=1)
 
     assert tokens[1] == 5
     records = [decoding.perturber._store.record(request)[0] for request in decoding.requests]

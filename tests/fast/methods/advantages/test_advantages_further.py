@@ -360,17 +360,17 @@ def test_spo_s_tracker() -> None:
     (1.65, 2.35) after, 1.65/4.
     """
     values = Values()
-    assert values.visit("pqppp", [1, 1, 0, 0, 0], 0.75) == pytest.approx([0.25, 0.4, 0.25, 0.25, 0.25])
-    assert values.visit("pqp", [1, 0, 1], 0.75) == pytest.approx([0.25, 0.55, 0.25])
-    assert values.visit("qp", [0.5, 0.5], 0.75) == pytest.approx([0.4125, 0.55])
+    assert values.take_and_update("pqppp", [1, 1, 0, 0, 0], 0.75) == pytest.approx([0.25, 0.4, 0.25, 0.25, 0.25])
+    assert values.take_and_update("pqp", [1, 0, 1], 0.75) == pytest.approx([0.25, 0.55, 0.25])
+    assert values.take_and_update("qp", [0.5, 0.5], 0.75) == pytest.approx([0.4125, 0.55])
 
 
 def test_spo_s_tracker_counts_each_wrong_response() -> None:
     """ρ = 3/4 and a half at the start: (2, 2). Two wrong responses make it (1.5, 3.5), and 1.5/5 is 0.3."""
     values = Values()
-    values.visit("pp", [1, 0], 0.75)
-    assert values.visit("pp", [0, 0], 0.75) == pytest.approx([0.5, 0.5])
-    assert values.visit("pp", [0, 0], 0.75) == pytest.approx([0.3, 0.3])
+    values.take_and_update("pp", [1, 0], 0.75)
+    assert values.take_and_update("pp", [0, 0], 0.75) == pytest.approx([0.5, 0.5])
+    assert values.take_and_update("pp", [0, 0], 0.75) == pytest.approx([0.3, 0.3])
 
 
 def spo_step(maker: Any, rewards: list[float], micro_batches: list[list[int]]) -> list[float]:
@@ -400,7 +400,7 @@ def test_a_step_takes_off_the_value_before_it_and_goes_on_after_a_resume() -> No
     """First r − v̂ is ½, −½, 0, 0, of mean 0 and variance 1/6; then ½, ½, −1, 0, of mean 0 and variance ½."""
     before = our_trainer(Trainer)()
     before.experience_maker = experience_maker(2)
-    before.experience_maker.visits = Visits()  # of a checkpoint with another advantage
+    before.experience_maker.prompt_memory = Visits()  # of a checkpoint with another advantage
     values = spo_step(before.experience_maker, [1, 0, 1, 1], micro_batches=[[2], [0, 3, 1]])
     assert values == pytest.approx([1.5**0.5, -(1.5**0.5), 0.0, 0.0])
     before.save_logs_and_checkpoints(1, LOGGED, {"global_step": 1, "data_loader_state_dict": {}})

@@ -31,8 +31,8 @@ def test_the_answer_of_a_response_is_its_outcome(text: str, answer: str) -> None
 
 def test_counts_are_of_the_run_and_of_the_others_in_the_batch() -> None:
     visits = Visits()
-    assert visits.visit(["p", "p", "p", "q"], ["= 3", "3!", "4", "3"]) == [1, 1, 0, 0]
-    assert visits.visit(["p", "q"], ["so 3", "4"]) == [2, 0]
+    assert visits.count(["p", "p", "p", "q"], ["= 3", "3!", "4", "3"]) == [1, 1, 0, 0]
+    assert visits.count(["p", "q"], ["so 3", "4"]) == [2, 0]
     assert len(visits) == 4
 
 

@@ -13,6 +13,7 @@ from benchmarks.decoding import Counts, Decoding, OperationCounter
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.methods import policy_noises, sampling_schedules
 from ngrpo.methods.sampling_schedules.base import NextTokens, PastStep, Run, SamplingSchedule
+from ngrpo.rollout.scheduled_temperatures import ScheduledTemperatures
 from perturbations import create
 from perturbations.errors import UsageError
 from tests.support.gradient_problem import policy_loss
@@ -343,7 +344,9 @@ def test_a_temperature_waits_for_nothing(name: str) -> None:
     requests = 16
     decoding = Decoding(create("soft"), requests)
     perturber = decoding.perturber
-    perturber._schedule = sampling_schedules.create(name)
+    perturber._temperatures = ScheduledTemperatures(
+        sampling_schedules.create(name), perturber._store, perturber._upload
+    )
     perturber.begin(
         decoding.requests,
         np.full(requests, 99),

@@ -18,6 +18,7 @@ from ngrpo.methods import sampling_schedules
 from ngrpo.methods.sampling_schedules.base import PastStep, Run, SamplingSchedule
 from ngrpo.rollout import runners, settings
 from ngrpo.rollout.requests import RunningRequests
+from ngrpo.rollout.scheduled_temperatures import ScheduledTemperatures
 from ngrpo.rollout.settings import KEY
 from ngrpo.trainers.openrlhf import samples_generator, trainer
 from ngrpo.trainers.openrlhf.rollout_actor import RecordingExecutor, _conversation
@@ -38,8 +39,10 @@ class Rollout:
     def __init__(self, **schedule: Any) -> None:
         decoding = Decoding(create("none"), 4)
         self.perturber = decoding.perturber
-        self.perturber._schedule = sampling_schedules.create(**schedule)
         store = self.perturber._store
+        self.perturber._temperatures = ScheduledTemperatures(
+            sampling_schedules.create(**schedule), store, self.perturber._upload
+        )
         buffer = registry.buffers.create("memory")
         self.requests = RunningRequests(create("none"), store, self.perturber, buffer)
         for name in decoding.requests:

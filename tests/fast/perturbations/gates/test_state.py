@@ -242,7 +242,7 @@ class Rollout:
         return self.gate._further_states[slot, (position - 1) % 8].tolist()
 
     def perturbed(self, name: str) -> list[int]:
-        self.perturber.notes.drain(until=self.perturber.notes.added)
+        self.perturber.pending.drain(until=self.perturber.pending.added)
         return self.store.record(name)[0].positions.tolist()
 
 

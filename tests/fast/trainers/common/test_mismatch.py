@@ -13,7 +13,7 @@ import torch
 
 from ngrpo.methods import sampling_schedules
 from ngrpo.trainers.common import mismatch
-from ngrpo.trainers.common.mismatch import GapScale, ReplayGap
+from ngrpo.trainers.common.mismatch import GapScale, MismatchTooLarge
 from ngrpo.trainers.common.sample_records import unpack
 from ngrpo.trainers.openrlhf import experience_maker, rollout_actor, second_round
 from ngrpo.trainers.openrlhf.rollout_actor import CONTROLS
@@ -43,10 +43,10 @@ def test_any_mismatch_beyond_the_limit_is_an_error(half: bool, usual: float, wro
         scale.check({**usual_step, **larger}, limit, strict=True)
 
     message = rf"at most {times * usual:.2g}\) on average; where nothing .* by {usual:.2g}\."
-    with pytest.raises(ReplayGap, match=message):
+    with pytest.raises(MismatchTooLarge, match=message):
         check(1.05 * times, limit=10.0)
     check(0.95 * times, limit=10.0)
-    with pytest.raises(ReplayGap):
+    with pytest.raises(MismatchTooLarge):
         check(3.1, limit=3.0)
 
 
@@ -54,7 +54,7 @@ def test_certain_tokens_are_no_scale() -> None:
     """In half precision the first tokens of an answer may agree to any number of digits."""
     scale = GapScale(half_precision=True)
     scale.check(step(unperturbed=1e-7, perturbed=0.07, plain=0.03), 10.0, strict=True)
-    with pytest.raises(ReplayGap):
+    with pytest.raises(MismatchTooLarge):
         scale.check(step(perturbed=0.08), 10.0, strict=True)
 
 
@@ -64,7 +64,7 @@ def test_two_models_are_not_one(half: bool, largest: float) -> None:
     above = step(unperturbed=1.01 * largest)
     GapScale(half).check(below, 10.0, strict=True)
     message = r"(?s)have not the same weights.*weights are random: in bfloat16 .* trained weights differ by about 0\.02"
-    with pytest.raises(ReplayGap, match=message):
+    with pytest.raises(MismatchTooLarge, match=message):
         GapScale(half).check(above, 10.0, strict=True)
     GapScale(half, noisy=True).check(above, 10.0, strict=True)
 
@@ -79,7 +79,7 @@ def test_a_strict_run_in_half_precision_is_judged_by_its_own_control(
     printed = capsys.readouterr().out
     assert "differ by 0.33 on average where nothing is perturbed" in printed
     assert "In half precision, --perturbation.strict makes this an error above 1." in printed
-    with pytest.raises(ReplayGap, match=r"right after perturbed inputs by 3.4 \(at most 3.3\)"):
+    with pytest.raises(MismatchTooLarge, match=r"right after perturbed inputs by 3.4 \(at most 3.3\)"):
         scale.check(step(perturbed=3.4, plain=0.35), 10.0, strict=True)
     scale.check(step(perturbed=3.4, plain=0.35), 10.0, strict=False)
     assert "right after perturbed inputs by 3.4" in capsys.readouterr().out, "the first warning hid this one"
@@ -104,10 +104,10 @@ def test_a_later_step_is_judged_by_the_start_unless_weights_drift_by_design() ->
         scale.check(start, 10.0, strict=True)
 
     drifting.check(drifted, 10.0, strict=True)
-    with pytest.raises(ReplayGap):
+    with pytest.raises(MismatchTooLarge):
         fixed.check(drifted, 10.0, strict=True)
     # Its own scale, again 0.02, decides here.
-    with pytest.raises(ReplayGap):
+    with pytest.raises(MismatchTooLarge):
         drifting.check(step(unperturbed=0.02, plain=0.3), 10.0, strict=True)
 
 
@@ -229,7 +229,7 @@ def test_rollouts_at_other_temperatures_are_not_judged(
 ) -> None:
     """A schedule's mismatch is that between two temperatures, whatever the replay does."""
     run_with(monkeypatch, strict=True)
-    with pytest.raises(ReplayGap):
+    with pytest.raises(MismatchTooLarge):
         experience_maker.judge(maker, large)
     run_with(monkeypatch, strict=True, sampling_schedule=sampling_schedules.create("ladder").spec())
     experience_maker.judge(maker, large)
@@ -242,7 +242,7 @@ def test_the_scale_is_of_the_runs_precision(maker: Any, monkeypatch: pytest.Monk
         maker.gap_scale = None
         maker.strategy.args.ds.param_dtype = dtype
         experience_maker.judge(maker, step(unperturbed=2e-6, plain=2e-6))
-        with pytest.raises(ReplayGap) if is_fault else nullcontext():
+        with pytest.raises(MismatchTooLarge) if is_fault else nullcontext():
             experience_maker.judge(maker, step(plain=1e-3))
 
 

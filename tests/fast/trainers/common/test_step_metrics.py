@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ngrpo.machine.progress import show_progress
-from ngrpo.trainers.common.mismatch import ReplayGap, check_gap, step_metrics
+from ngrpo.trainers.common.mismatch import MismatchTooLarge, check_gap, step_metrics
 from ngrpo.trainers.openrlhf.actor_trainer import MEAN_METRICS
 from ngrpo.trainers.openrlhf.trainer import add_measures
 from perturbations import FinishedTrajectory, Positions, ReplayRecord, create
@@ -142,7 +142,7 @@ def mismatches(perturbed: float | None, plain: float | None, before: float | Non
 def test_a_mismatch_that_is_too_large_is_an_error(means: dict[str, float], limit: float) -> None:
     perturbed = means["perturbation/gap_perturbed_mean"]
     message = rf"differ by {perturbed:.2g} .*\n  1\. The replay does not reach"
-    with pytest.raises(ReplayGap, match=message):
+    with pytest.raises(MismatchTooLarge, match=message):
         check_gap(means, limit, strict=True)
 
 
