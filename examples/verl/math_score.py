@@ -9,11 +9,16 @@ from ngrpo.methods.tasks.math import reward_func
 
 
 def compute_score(
-    data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None, *, opening: str = "", **_: Any
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None, *, opening: str = "", **_: Any
 ) -> float:
     """What verl calls with each response.
 
-    ``opening``: how the chat template opens the response, such as ``<think>``, without which thinking that was cut off
-    would be read as an answer.
+    ``ground_truth``: the reference, or an object with it as ``target``. ``opening``: how the chat template opens the
+    response, such as ``<think>``, without which thinking that was cut off would be read as an answer.
+
+    Raises ``ValueError`` for a row without a reference, on which every response would be wrong.
     """
-    return float(reward_func([opening + solution_str], [opening], [ground_truth])["rewards"][0])
+    reference = ground_truth.get("target") if isinstance(ground_truth, dict) else ground_truth
+    if reference is None or reference == "":
+        raise ValueError(f"{data_source}: reward_model.ground_truth is {ground_truth!r}, and math needs a reference.")
+    return float(reward_func([opening + solution_str], [opening], [reference])["rewards"][0])

@@ -419,24 +419,15 @@ def check_template(flags: Flags, run: RunConfig) -> str | None:
         )
     try:
         tokenizer = _tokenizer(folder)
-        rendered_letter = conversation.rendered(tokenizer, "x")
+        conversation.rendered(tokenizer, "x")
     except Exception as error:  # of any library or template: the run loads it again
         return f"not checked: the tokenizer in {folder} could not be used ({error})."
     conversation.rendered(tokenizer, "x", arguments)
-    # The special tokens that the template writes around a text; a text that has them already would get them twice.
-    marks = [token for token in tokenizer.all_special_tokens if token in rendered_letter]
     for place, example in examples(flags):
         try:
             conversation.rendered(tokenizer, example.prompt, {**arguments, **example.tools})
         except UsageError as error:
             raise UsageError(f"{place}: {error} (model {folder})") from None
-        if isinstance(example.prompt, str):
-            for mark in marks:
-                if mark in example.prompt:
-                    raise UsageError(
-                        f"{place}: the prompt has {mark} of the chat template already. Leave {TEMPLATE} out, or give"
-                        " the bare text."
-                    )
     return None
 
 

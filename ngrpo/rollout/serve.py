@@ -31,6 +31,7 @@ from ngrpo.rollout.records import check_installed, of_all_workers, trajectories_
 from ngrpo.rollout.request_arguments import RETURN_RECORD, checked_fields, with_record_read
 from ngrpo.rollout.settings import KEY
 from perturbations import UsageError
+from perturbations.errors import nearest
 
 JsonObject = dict[str, Any]
 _PATHS = ("/v1/completions", "/v1/chat/completions")
@@ -99,6 +100,7 @@ def _read(body: bytes) -> _PerturbedRequest | None:
         raise UsageError(f"the request's body is {reprlib.repr(request)}: must be a JSON object. {needed}")
     arguments = request.pop(KEY, None)
     if arguments is None:
+        _refuse_misplaced(request)
         return None
     with_record = arguments.pop(RETURN_RECORD, False) if isinstance(arguments, dict) else False
     if not isinstance(with_record, bool):
@@ -119,6 +121,15 @@ def _read(body: bytes) -> _PerturbedRequest | None:
         arguments[RETURN_RECORD] = True
     request[_XARGS] = {**xargs, KEY: json.dumps(arguments)}
     return _PerturbedRequest(body=request, with_record=with_record)
+
+
+def _refuse_misplaced(request: JsonObject) -> None:
+    """Raises UsageError for a perturbation under a name that vLLM ignores."""
+    for name, value in request.items():
+        is_inside = name in ("extra_body", "extra_args") and isinstance(value, dict) and KEY in value
+        if is_inside or nearest(name, [KEY]):
+            place = f"{name}.{KEY}" if is_inside else name
+            raise UsageError(f"the request has the field {place}, which would be ignored. Name it {KEY}, at the top.")
 
 
 def _is_json(scope: Scope) -> bool:

@@ -69,6 +69,12 @@ def test_the_engine_hands_over_records_without_a_perturbation_too(trainers: Call
     assert settings.read(options["additional_config"]) is not None
 
 
+@pytest.mark.parametrize("perturbation", ["neighbor", None, {"rate": 0.1}])
+def test_a_perturbation_without_a_name_is_refused(perturbation: Any, trainers: Callable[..., dict[str, Any]]) -> None:
+    with pytest.raises(UsageError, match="must be a dictionary with a 'name'"):
+        trainers(perturbation=perturbation)
+
+
 @pytest.mark.parametrize("key", ["perturbation", "sampling_masks", "sampling_schedule"])
 def test_an_entry_of_the_additional_config_that_would_be_lost_is_refused(
     key: str, trainers: Callable[..., dict[str, Any]]

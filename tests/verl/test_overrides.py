@@ -85,6 +85,10 @@ def test_what_is_entered(spec: dict[str, Any]) -> None:
         (["actor_rollout_ref.rollout.multi_turn.enable=True"], "records cover one turn"),
         (["+perturbation.rate=2"], "rate"),
         (["+perturbation.gap_limit=0.5"], "gap_limit"),
+        (["+perturbation.gap_limit=true"], "gap_limit"),
+        (["perturbation.name=null"], "needs a perturbation"),
+        ([f"+{overrides._ADDITIONAL}.sampling_schedule.name=ead"], "additional_config.sampling_schedule"),
+        ([f"+{overrides._ADDITIONAL}.perturbation.name=gaussian"], "additional_config.perturbation"),
         (["+perturbation.correct_mask=1"], "perturbation.correct_mask=1: true or false is needed"),
         (
             ["+perturbation.correct_mask=true", "actor_rollout_ref.model.use_fused_kernels=True"],

@@ -99,7 +99,7 @@ def fault(prompt: object) -> ValueKind | None:
     for message in normalised(prompt):
         content = message["content"]
         if isinstance(content, list):
-            if all(isinstance(part, dict) and "type" in part for part in content):
+            if all(_is_text_part(part) or _is_picture_part(part) for part in content):
                 return ValueKind.MESSAGES_WITH_PICTURES
             return ValueKind.MESSAGES_WITH_UNKNOWN_PARTS
         if content is None and message.get("tool_calls"):
@@ -114,13 +114,15 @@ def fault(prompt: object) -> ValueKind | None:
 
 
 def _is_messages_as_text(text: str) -> bool:
-    """Whether a text is a list of messages, written as JSON or as Python or numpy prints it."""
+    """Whether a text is a list of messages, or one message, written as JSON or as Python or numpy prints it."""
     text = text.strip()
-    if not text.startswith("[") or "role" not in text:
+    if not text.startswith(("[", "{")) or "role" not in text:
         return False
     for parse in (json.loads, _printed_list):
         with suppress(ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
             value = parse(text)
+            if isinstance(value, dict):
+                return {"role", "content"} <= value.keys()
             return isinstance(value, list) and _have_roles(value)
     return False
 
@@ -174,7 +176,12 @@ def normalised(messages: Messages, *, in_parts: bool = False, as_text: bool = Fa
 
 def _is_text_part(part: object) -> bool:
     """Whether a part of a message's content is ``{"type": "text", "text": ...}``."""
-    return isinstance(part, dict) and part.get("type") == "text"
+    return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+
+
+def _is_picture_part(part: object) -> bool:
+    """Whether a part of a message's content is something else than a text, such as ``{"type": "image", ...}``."""
+    return isinstance(part, dict) and part.get("type", "text") != "text"
 
 
 def _without_null(value: object) -> Any:
@@ -194,10 +201,13 @@ def tools_of(row: Mapping[str, Any]) -> dict[str, Any]:
     """
     tools = row.get(TOOLS)
     if isinstance(tools, str):
+        is_words = not tools.lstrip().startswith(("[", "{"))
         try:
             tools = json.loads(tools)
         except ValueError:
-            return {}  # a text about the row, which no template reads
+            if is_words:
+                return {}  # a text about the row, which no template reads
+            raise UsageError(f"{TOOLS} are {tools!r:.80}, which is not JSON. Write them with json.dumps.") from None
     if not tools:
         return {}
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
@@ -270,6 +280,7 @@ def rendered(tokenizer: Any, prompt: str | Messages, arguments: Mapping[str, Any
     for name in arguments.keys() - {TOOLS}:
         if name not in str(template):
             raise UsageError(f"{FLAG}: the chat template has no argument {name!r}.")
+    _check_bare(tokenizer, chat, arguments)
 
     text = _applied(tokenizer, messages, arguments)
     # A template shows tools, or calls, if the text changes with them.
@@ -284,6 +295,22 @@ def rendered(tokenizer: Any, prompt: str | Messages, arguments: Mapping[str, Any
         if _applied(tokenizer, with_renamed_calls, arguments) == text:
             raise UsageError("the chat template shows no tool calls. Write them as the assistant's text.")
     return text
+
+
+def _check_bare(tokenizer: Any, chat: Messages, arguments: Mapping[str, Any]) -> None:
+    """Raises ``UsageError`` for a text that has the template's special tokens already, and would get them twice."""
+    texts = [message["content"] for message in chat if message["role"] != "assistant"]
+    special_tokens = getattr(tokenizer, "all_special_tokens", ())
+    used = [token for token in special_tokens for text in texts if isinstance(text, str) and token in text]
+    if not used:
+        return
+    of_template = _applied(tokenizer, [{"role": "user", "content": "x"}], arguments)
+    for token in used:
+        if token in of_template:
+            raise UsageError(
+                f"the prompt has {token} of the chat template already. Give the bare text, or leave the template out:"
+                f" {APPLY} in a training, {TEXT_FLAG} '{{}}' in ngrpo eval and ngrpo diagnose."
+            )
 
 
 class _Attempt(NamedTuple):

@@ -5,6 +5,7 @@ The package `datasets` guesses types and makes 7.0 of the reference 007 in a CSV
 and the checks at a start therefore read rows here.
 """
 
+import ast
 import csv
 import hashlib
 import json
@@ -31,13 +32,15 @@ Series = dict[str, dict[int, float]]
 ENDINGS = (".jsonl", ".json", ".csv", ".parquet")
 _FLOAT_DIGITS = 17  # with which every float can be written
 _LONGEST_CELL = 2**31 - 1  # of a CSV file, in characters
+_WHOLE_NUMBER = re.compile(r"[-+]?(?:0|[1-9]\d*)")
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # as JSON escapes one
 
 
 def contents(argv: Iterable[str]) -> dict[str, str]:
     """Digests (SHA-256) of the local files that a command line names, by path as given.
 
-    A word may name several files (``a.jsonl,b.jsonl``), or have a prefix (``math:FILE``).
+    A word may name several files (``a.jsonl,b.jsonl``), or have a prefix (``math:FILE``). With a Python file come those
+    beside it that it imports.
     """
     names = set()
     for word in argv:
@@ -48,9 +51,35 @@ def contents(argv: Iterable[str]) -> dict[str, str]:
         with suppress(OSError, ValueError):  # a word may be too long for a path, or hold a zero byte
             path = Path(name).expanduser()
             if path.is_file():
-                state = path.stat()
-                digests[name] = _digest(path.absolute(), state.st_mtime_ns, state.st_size)
+                digests[name] = _digest_now(path)
+                for imported in sorted(_imported_beside(path)):
+                    digests[str(Path(name).with_name(imported.name))] = _digest_now(imported)
     return digests
+
+
+def _imported_beside(path: Path) -> set[Path]:
+    """The Python files in a Python file's folder that it imports, and those that they import."""
+    found: set[Path] = set()
+    unread = [path] if path.suffix == ".py" else []
+    while unread:
+        modules: list[str] = []
+        with suppress(OSError, SyntaxError, ValueError):  # what is no Python fails where it is run
+            for node in ast.walk(ast.parse(unread.pop().read_bytes())):
+                if isinstance(node, ast.Import):
+                    modules += [alias.name for alias in node.names]
+                elif isinstance(node, ast.ImportFrom):
+                    modules.append(node.module or "")
+        for module in modules:
+            file = path.with_name(f"{module.partition('.')[0]}.py")
+            if module and file.is_file() and file not in found | {path}:
+                found.add(file)
+                unread.append(file)
+    return found
+
+
+def _digest_now(path: Path) -> str:
+    state = path.stat()
+    return _digest(path.absolute(), state.st_mtime_ns, state.st_size)
 
 
 @lru_cache
@@ -265,7 +294,10 @@ def read_yaml(path: str, *, flag: str, example: str) -> dict[str, Any]:
     import yaml
 
     class Loader(yaml.SafeLoader):
-        """YAML's own loader keeps the last of two equal keys silently."""
+        """YAML's own loader keeps the last of two equal keys silently, and reads 010 as 8, 1:30 as 90, 2_0 as 20."""
+
+        def construct_yaml_int(self, node: yaml.ScalarNode) -> Any:
+            return int(node.value) if _WHOLE_NUMBER.fullmatch(node.value) else node.value
 
         def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
             keys: list[Any] = []
@@ -275,6 +307,7 @@ def read_yaml(path: str, *, flag: str, example: str) -> dict[str, Any]:
                 keys.append(key.value)
             return super().construct_mapping(node, deep)
 
+    Loader.add_constructor("tag:yaml.org,2002:int", Loader.construct_yaml_int)
     try:
         loaded = yaml.load(Path(path).expanduser().read_text(encoding="utf-8"), Loader)
     except OSError as error:

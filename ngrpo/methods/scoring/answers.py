@@ -276,7 +276,7 @@ _RULED_OUT = re.compile(
     re.I,
 )
 _NAMED = re.compile(
-    r"(?<![\w’'])(?<![A-Za-z], )(?<!\bor )(?<!\band )\(?(?P<letter>[A-Z])\)?"
+    r"(?<![\w’'])(?<!\b[A-Za-z], )(?<!\bor )(?<!\band )\(?(?P<letter>[A-Z])\)?"
     r"\s+is\s+(?:(?:definitely|clearly|the|my)\s+)*(?:correct|right|best|(?:final\s+)?answer)\b"
     r"(?!\s+(?:only|if|when|in|for|under|but|about|sign|form|unit|order|magnitude|idea|to\b))"
 )

@@ -49,9 +49,10 @@ def same(gold: Answer, answer: Answer) -> bool:
             return False
         if answer.words == (answer.label.lower(),):  # the answer is the label alone, which is read as its word too
             return True
-    # The reference is a letter, and the answer that option with its text: "(B) 12".
-    if gold.words and len(gold.words) == 1 and answer.label and gold.words[0] == answer.label.lower():
-        return True
+    # One of both is a letter, and the other that option with its text: "(B) 12".
+    for letter, option in ((gold, answer), (answer, gold)):
+        if letter.words and len(letter.words) == 1 and option.label and letter.words[0] == option.label.lower():
+            return True
     if gold.clock and answer.clock:
         halves = {gold.clock.half, answer.clock.half} - {""}
         return (gold.clock.hours, gold.clock.minutes) == (answer.clock.hours, answer.clock.minutes) and len(halves) < 2

@@ -16,7 +16,7 @@ from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
 from math_verify.grader import is_assignment_relation, take_last_relation
 from sympy.core.relational import Relational
 
-from ngrpo.methods.scoring.math_response import SCALES, SPACE, TEXT
+from ngrpo.methods.scoring.math_response import AMOUNT, AMOUNTS, SCALES, SPACE, TEXT
 
 # An expression with more operations is printed unchanged: sympy may take minutes over it.
 _OPERATIONS = 80
@@ -29,7 +29,13 @@ _EXPRESSIONS = (LatexExtractionConfig(normalization_config=_NORMALIZED), ExprExt
 _CLOCK = re.compile(r"(\d{1,2}):(\d\d)\s*(?:([ap])\.?\s*m\.?)?", re.I)
 _DATE = re.compile(r"\d{4}-\d\d-\d\d")
 _DATE_OF_A_COUNTRY = re.compile(r"(\d{1,2})([/.])(\d{1,2})\2(\d{4})")  # 4/6/2024 and 6.4.2024
-_LABEL = re.compile(rf"(?:{TEXT}\{{\s*\(([A-Z])\)\s*\.?\s*\}}|\(([A-Z])\)(?={SPACE}|$))(?:{SPACE})*")
+_LABEL = re.compile(
+    rf"(?:{TEXT}\{{\s*\(([A-Z])\)\s*\.?\s*\}}|\(([A-Z])\)(?={SPACE}|$)|([A-J])[.):](?={SPACE}+\S))(?:{SPACE})*"
+)
+# Words after a number that make another number of it: 5 and a half, 5 tenths, 3 squared.
+_CHANGES_NUMBER = re.compile(
+    r"\d.*\b(?:half|halves|(?:third|fourth|fifth|sixth|eighth|tenth|hundredth)s?|squared|cubed|factorial|wrong|incorrect)\b"
+)
 # A scale that `math_response` did not multiply with, as in \frac{1}{2}\text{ million}.
 _SCALE_LEFT = re.compile(rf"\b(?:{'|'.join(SCALES)})s?\s*\}}?$")
 _CURRENCY = re.compile(r"(-?)\s*(\\?\$|€|£|¥|\\pounds|\\euro)(?:\{\})?\s*")
@@ -65,6 +71,7 @@ _UNITS = {
         "dl": "dl deciliter", "pt": "pt pint", "qt": "qt quart", "ms": "ms millisecond", "kw": "kw kilowatt",
         "hz": "hz hertz", "pa": "pa pascal", "ev": "ev", "kv": "kv kilovolt", "kb": "kb kilobyte",
         "mb": "mb megabyte", "gb": "gb gigabyte", "tb": "tb terabyte",
+        "celsius": "c celsius", "fahrenheit": "f fahrenheit", "am": "am a.m", "pm": "pm p.m",
     }.items()
     for alias in aliases.split()
 }  # fmt: skip
@@ -107,7 +114,7 @@ def read(text: str, finished: bool = False) -> Answer | None:
     label = unit = None
     label_match = _LABEL.match(text)
     if label_match:
-        label = label_match[1] or label_match[2]
+        label = next(filter(None, label_match.groups()))
         text = text[label_match.end() :] or label
     currency = _CURRENCY.match(text)
     if currency:
@@ -125,10 +132,13 @@ def read(text: str, finished: bool = False) -> Answer | None:
         day, sign, month, year = date.groups()
         form = sign.join((str(int(day)), str(int(month)), year))
         return Answer(words=(form,), label=label, form=form)
+    if AMOUNTS.fullmatch(plain):
+        form = " ".join(f"{number} {_unit_name(unit.lower())}" for number, unit in AMOUNT.findall(plain))
+        return Answer(words=(form,), label=label, form=form)
     if _is_words(text, plain):
         words = _words(plain)
         return Answer(words=words, label=label, form=", ".join(words)) if words else None
-    if _SCALE_LEFT.search(text):
+    if _SCALE_LEFT.search(text) or _CHANGES_NUMBER.search(plain):
         return None
     text, unit = _without_unit(text, unit)
     items = _items(text)
@@ -190,6 +200,12 @@ def _without_unit(text: str, unit: tuple[str, int] | None) -> tuple[str, tuple[s
     if name in _UNITS:
         unit = (_UNITS[name], power)
     return text[: match.start()], unit  # a word that is no known unit is dropped
+
+
+def _unit_name(name: str) -> str:
+    """One name for all forms of a unit."""
+    singular = name if name in _UNITS else name.removesuffix("s")
+    return _UNITS.get(singular, singular)
 
 
 def _items(text: str) -> tuple[str, ...]:

@@ -62,6 +62,15 @@ _LEADING = re.compile(
 )
 # "The answer must be positive, so x = 5": the value follows.
 _CONCLUDES = re.compile(r"\s*,?\s*(?:so|hence|thus|therefore)\b[^=]*=\s*\S*\d\S*$", re.I)
+_UNIT_NAME = (
+    r"(?:years?|months?|weeks?|days?|hours?|hrs?|minutes?|mins?|seconds?|secs?|miles?|yards?|feet|foot|ft|inch(?:es)?|in"
+    r"|pounds?|lbs?|ounces?|oz|dollars?|cents?|kilograms?|kg|grams?|g|met(?:er|re)s?|m|centimet(?:er|re)s?|cm)"
+)
+AMOUNT = re.compile(rf"(\d+(?:\.\d+)?)\s*({_UNIT_NAME})\b")
+"""A number with its unit, of an amount in several units."""
+AMOUNTS = re.compile(rf"{AMOUNT.pattern}(?:,?\s+(?:and\s+)?{AMOUNT.pattern})+", re.I)
+"""An amount in several units: "5 feet 6 inches", "2 hours and 15 minutes"."""
+_PROPORTION = re.compile(r"^(\d+) (?:out of|in) (\d+)$")
 _ANSWERING_WORDS = ("yes", "no", "even", "odd", "true", "false")
 _WORDS = re.compile(r"(?<![\\A-Za-z{])[A-Za-z]{3,}(?![A-Za-z{]*\})")
 _MONTHS = "January|February|March|April|May|June|July|August|September|October|November|December"
@@ -136,6 +145,7 @@ _REWRITTEN = [
         (r"(?<![\\A-Za-z])pi\b", r"\\pi "),
         *((sign, rf"\\frac{{{digits[0]}}}{{{digits[1]}}}") for sign, digits in _FRACTIONS.items()),
         (rf"(?<=\d){SPACE}+(?=\\frac)", ""),
+        (_PROPORTION, r"\\frac{\1}{\2}"),
         (r"\*\*", "^"),
         (r"(?<!\\)\*", r"\\cdot "),
         (r"\{([:,])\}", r"\1"),
@@ -241,6 +251,8 @@ def _settled(candidate: str, *, is_stated: bool) -> str | None:
     is_property = re.fullmatch(r"[a-z]+", clause) and clause not in _ANSWERING_WORDS
     if is_property and _CONCLUDES.match(words.strip().removeprefix(clause)):
         return None
+    if AMOUNTS.fullmatch(clause) or _PROPORTION.fullmatch(clause):
+        return rewritten(clause)
     if not clause or len(clause) > _LONGEST or _WORD_BEFORE_NUMBER.search(clause):
         return None
     allowed_words = 2 if any(character.isdigit() for character in clause) else 1

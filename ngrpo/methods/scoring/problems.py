@@ -44,6 +44,7 @@ _SPLITS = ("test", "validation", "train")
 _QUESTIONS = ("problem", "question", "Problem", "Question", "query", "prompt")
 _ANSWERS = ("answer", "Answer", "expected_answer", "final_answer", "target", "ground_truth", "label", "solution")
 _OPTIONS = ("choices", "options", "Options")
+_PICTURES_AND_SOUNDS = ("image", "images", "video", "videos", "audio", "audios")
 _GPQA = ("Question", "Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3")
 # Options in the question itself: "(A) ...", "A. ...", "A) ..." at the start of a line.
 _LISTED = re.compile(r"^\s*\(?([A-J])[).:]\s", re.MULTILINE)
@@ -101,6 +102,7 @@ def load_problems(
             raise UsageError(
                 f"{where} has the {layout} layout, row 1 the {first_layout} layout. Give each a file of its own."
             )
+        _check_texts_alone(where, row)
         try:
             problem = replace(read(row), template={**(template or {}), **conversation.tools_of(row)})
             if conversation.INPUT_TEMPLATE in problem.template:  # needs no tokenizer
@@ -135,6 +137,12 @@ def with_readable_answer(where: str, problem: Problem) -> Problem:
     needs_entry = problem.scorer == "reasoning_gym" or problem.scorer.startswith("task:reasoning_gym")
     if needs_entry and "label" not in problem.meta:
         raise UsageError(f"{where} was not made by reasoning-gym: its label has no entry of a dataset.")
+    keys = _mapping(problem.answer)
+    if problem.scorer == "math" and keys:
+        raise UsageError(
+            f"{where}: the reference is an object with the keys {', '.join(keys)}, and math compares one answer. Name"
+            " the column that has the answer alone with --label-key, or give --scorer FILE.py, which gets the object."
+        )
     if problem.scorer != "choice":
         return problem
     letters = string.ascii_uppercase[: len(problem.meta.get("options", string.ascii_uppercase))]
@@ -233,21 +241,33 @@ def _layout(
     if has_named_label:
         _check_column(where, row, "--label-key", label_key)
     names_columns = has_named_input or has_named_label
+    takes_any_label = scorer.endswith(".py")
     if not names_columns and "prompt" in row and "reward_model" in row:
-        return "verl", _verl
+        return "verl", lambda row: _verl(row, takes_any_label=takes_any_label)
     if input_key in row:
-        return "OpenRLHF", lambda row: _openrlhf(row, input_key, label_key, takes_any_label=scorer.endswith(".py"))
+        return "OpenRLHF", lambda row: _openrlhf(row, input_key, label_key, takes_any_label=takes_any_label)
     if not names_columns and set(_GPQA) <= row.keys():
         return "GPQA", _gpqa
     answers = (label_key,) if has_named_label else _ANSWERS
     if any(name in row for name in _QUESTIONS) and (answered or any(name in row for name in answers)):
-        return "question and answer", lambda row: _question(row, answers)
+        return "question and answer", lambda row: _question(row, answers, takes_any_label=takes_any_label)
     raise UsageError(
         f"{where} has an unknown layout: the columns are {', '.join(row)}. Known: verl's prompt and reward_model;"
         f" {input_key!r} and {label_key!r} (other columns with --input-key and --label-key); one of"
         f" {', '.join(_QUESTIONS)} with one of {', '.join(_ANSWERS)}; GPQA's Question, Correct Answer, Incorrect"
         " Answer 1 to 3."
     )
+
+
+def _check_texts_alone(where: str, row: Row) -> None:
+    """Raises ``UsageError`` for a row with pictures, videos or sounds, without which the question would be asked."""
+    for column in _PICTURES_AND_SOUNDS:
+        value = row.get(column)
+        if not is_nothing(value) and value not in ("", []):
+            raise UsageError(
+                f"{where} has a value in the column {column!r}, and here a model reads texts alone. Give problems"
+                " without pictures and sounds, or leave that column out if the questions do not need it."
+            )
 
 
 def _check_column(where: str, row: Row, flag: str, name: str) -> None:
@@ -259,40 +279,48 @@ def _check_column(where: str, row: Row, flag: str, name: str) -> None:
         )
 
 
-def _verl(row: Row) -> Problem:
+def _verl(row: Row, *, takes_any_label: bool) -> Problem:
     truth = _mapping(row["reward_model"]).get("ground_truth")
-    if isinstance(truth, dict):
+    label = label_of(truth)
+    if isinstance(truth, dict) and not takes_any_label:
         # Some sets lost a target while their solution still has it in its box.
         target = truth.get("target")
         has_target = not is_nothing(target) and target != ""
-        truth = target if has_target else last_boxed(str(truth.get("solution") or ""))
+        label = target if has_target else last_boxed(str(truth.get("solution") or ""))
     meta = {key: row[key] for key in ("data_source", "level", "type") if isinstance(row.get(key), str)}
-    return replace(_guessed(_messages(row["prompt"]), reference(truth)), meta=meta)
+    problem = _labelled(row["prompt"], label, takes_any_label=takes_any_label)
+    return replace(problem, meta={**meta, **problem.meta})
 
 
-def _openrlhf(row: Row, input_key: str, label_key: str, *, takes_any_label: bool) -> Problem:
-    """``takes_any_label``: a reward file is given the label as it is, so that a list may have several answers."""
-    if label_key not in row:
-        raise UsageError(f"a column {input_key!r}, but no {label_key!r}; name the reference's with --label-key.")
-    messages = _messages(row[input_key])
-    label = label_of(row[label_key])
+def _labelled(prompt: Any, label: Any, *, takes_any_label: bool) -> Problem:
+    """A problem with its label; ``meta["raw_label"]`` has the label where the answer has another form.
+
+    ``takes_any_label``: a reward file is given the label as it is, so that a list may have several answers.
+    """
     if takes_any_label and isinstance(label, str):
         answer = label.strip()
     elif takes_any_label and isinstance(label, (list, tuple)) and len(label) > 1:
         answer = json.dumps(label, ensure_ascii=False)
     else:
         answer = reference(label)
-    entry = _mapping(answer)
+    problem = _guessed(_messages(prompt), answer)
+    return problem if label == answer else replace(problem, meta={"raw_label": label})
+
+
+def _openrlhf(row: Row, input_key: str, label_key: str, *, takes_any_label: bool) -> Problem:
+    if label_key not in row:
+        raise UsageError(f"a column {input_key!r}, but no {label_key!r}; name the reference's with --label-key.")
+    label = label_of(row[label_key])
+    entry = _mapping(label)
     if "entry" in entry and "dataset" in entry:  # written by the task reasoning_gym
         return Problem(
             id="",
-            messages=messages,
+            messages=_messages(row[input_key]),
             answer=str(entry["entry"].get("answer") or ""),
             scorer="reasoning_gym",
-            meta={"label": answer},
+            meta={"label": reference(label)},
         )
-    problem = _guessed(messages, answer)
-    return problem if label == answer else replace(problem, meta={"raw_label": label})
+    return _labelled(row[input_key], label, takes_any_label=takes_any_label)
 
 
 def _gpqa(row: Row) -> Problem:
@@ -308,7 +336,7 @@ def _gpqa(row: Row) -> Problem:
     return Problem(id="", messages=messages, answer=answer, scorer="choice", meta={"options": options})
 
 
-def _question(row: Row, answers: Sequence[str]) -> Problem:
+def _question(row: Row, answers: Sequence[str], *, takes_any_label: bool) -> Problem:
     """``answers``: the columns that may hold the answer; the first that is there does."""
     for column in _OPTIONS:
         if row.get(column):
@@ -318,12 +346,10 @@ def _question(row: Row, answers: Sequence[str]) -> Problem:
             )
     question = next((name for name in _QUESTIONS if name in row), "question")
     column = next((name for name in answers if name in row), "answer")
-    answer = reference(row.get(column))
-    if "####" in answer:  # GSM8K: the solution, then the result
-        answer = answer.rpartition("####")[2].strip()
-    elif column == "solution":  # MATH: the solution, its result boxed
-        answer = last_boxed(answer) or answer
-    return _guessed(_messages(row[question]), answer)
+    label = label_of(row.get(column))
+    if column == "solution" and not takes_any_label:  # MATH: the solution, its result boxed
+        label = last_boxed(reference(label)) or label
+    return _labelled(row[question], label, takes_any_label=takes_any_label)
 
 
 def _guessed(messages: Messages, answer: str) -> Problem:
@@ -343,7 +369,10 @@ def _messages(value: Any) -> Messages:
 
 
 def reference(value: object) -> str:
-    """A label as the text that our scorers compare with; a list, or JSON of a list of texts, must hold one."""
+    """A label as the text that our scorers compare with; a list, or JSON of a list of texts, must hold one.
+
+    Of a solution as GSM8K has it, the result after ``####`` is taken.
+    """
     if isinstance(value, str) and value.lstrip().startswith('["'):
         with suppress(ValueError):
             value = json.loads(value)
@@ -353,7 +382,8 @@ def reference(value: object) -> str:
         value = value[0] if value else ""
     if isinstance(value, dict):
         return json.dumps(value, ensure_ascii=False)
-    return str(label_of(value)).strip()
+    text = str(label_of(value)).strip()
+    return text if _mapping(text) else text.rpartition("####")[2].strip()
 
 
 def _mapping(value: object) -> dict[str, Any]:

@@ -31,8 +31,8 @@ from perturbations.errors import UsageError, nearest
 Rows = list[dict[str, str]]
 Split = tuple[Rows, Rows]
 """Training and held-out rows."""
-# A reward from here on counts as 1: a float32 may be 0.99999994.
-_FULL = 1.0 - 1e-6
+FULL_SCORE = 1.0 - 1e-6
+"""A score from here on counts as 1, and its response as right: a float32 may be 0.99999994."""
 
 
 def available() -> list[str]:
@@ -194,7 +194,7 @@ def score(problem: Problem, text: str, *, prompt: str | None = None, end: str = 
         # The task's own reward, so that evaluation and training agree on every response.
         task = _module(problem.scorer.removeprefix(OF_TASK).partition(":")[0])
         reward = float(task.score(response, label))
-        is_right = reward >= getattr(task, "RIGHT_FROM", _FULL)
+        is_right = reward >= getattr(task, "RIGHT_FROM", FULL_SCORE)
         return Verdict.of(is_right, task.final_answer(response), reward)
     try:
         reward_func = reward_calls.load(problem.scorer)
@@ -209,7 +209,7 @@ def score(problem: Problem, text: str, *, prompt: str | None = None, end: str = 
         ) from fault
     # OpenRLHF takes the reward for the score where a reward function returns no score, or None.
     score_of_response = result["rewards"] if result.get("scores") is None else result["scores"]
-    return Verdict.of(score_of_response >= _FULL, last_statement(text), result["rewards"])
+    return Verdict.of(score_of_response >= FULL_SCORE, last_statement(text), result["rewards"])
 
 
 def check_problems(problems: Sequence[Problem]) -> None:

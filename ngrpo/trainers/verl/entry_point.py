@@ -62,6 +62,10 @@ def refuse_unperturbed(config: "DictConfig", *, is_own_runner: bool = False) -> 
     perturbation = OmegaConf.select(config, "perturbation")
     if not perturbation:
         return
+    if not OmegaConf.is_dict(perturbation):
+        raise UsageError(
+            f"perturbation={perturbation}: write +perturbation.name=neighbor, and an entry for each option."
+        )
     given = f"perturbation.name={perturbation.get('name')}"
     if is_own_runner or not OmegaConf.select(config, "trainer.use_v1"):
         raise UsageError(

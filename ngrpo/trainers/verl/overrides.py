@@ -14,7 +14,7 @@ from ngrpo.config.verl_lines import MODE
 from ngrpo.machine.upstream.types import DictConfig
 from ngrpo.methods import advantages
 from ngrpo.methods.advantages.base import Advantage, AnnealedK
-from ngrpo.rollout.settings import DEFERRED_CHECK, KEY, SAMPLING_MASKS, SEEDED_DRAWS
+from ngrpo.rollout.settings import DEFERRED_CHECK, KEY, ROUTED_EXPERTS, SAMPLING_MASKS, SAMPLING_SCHEDULE, SEEDED_DRAWS
 from perturbations import Perturbation, UsageError, registry
 
 MANAGER = "ngrpo.trainers.verl.rollout_server.PerturbedAgentLoopManager"
@@ -49,11 +49,11 @@ def prepare(config: DictConfig) -> Settings:
     from omegaconf import OmegaConf, open_dict
 
     options = OmegaConf.to_container(OmegaConf.create(config.get(KEY) or {}), resolve=True)
-    if not isinstance(options, dict) or "name" not in options:
+    if not isinstance(options, dict) or not isinstance(options.get("name"), str):
         raise UsageError(f"trainer.v1.trainer_mode={MODE} needs a perturbation: +{KEY}.name=neighbor, for example.")
     limit = options.pop("gap_limit", _GAP_LIMIT)
     switches = {name: options.pop(name, False) for name in ("strict", "correct_mask")}
-    if not isinstance(limit, (int, float)) or not limit >= 1.0:
+    if isinstance(limit, bool) or not isinstance(limit, (int, float)) or not limit >= 1.0:
         raise UsageError(f"{KEY}.gap_limit={limit!r}: a number of at least 1 is needed; the default is 10.")
     for name, value in switches.items():
         if not isinstance(value, bool):
@@ -70,15 +70,22 @@ def prepare(config: DictConfig) -> Settings:
         parts={"perturbation": perturbation}, settings=config, arguments={"correct_mask": correct_mask}
     )
     compatibility.check(compatibility.VERL, combination)
+    of_engine = {
+        KEY: perturbation.spec(),
+        # Without a perturbation too, records are taken, and each token is drawn as the other arms draw theirs.
+        SEEDED_DRAWS: True,
+        DEFERRED_CHECK: True,
+        SAMPLING_MASKS: correct_mask,
+    }
+    given = OmegaConf.select(config, _ADDITIONAL) or {}
+    for name in (*of_engine, SAMPLING_SCHEDULE, ROUTED_EXPERTS):
+        if name in given:
+            raise UsageError(
+                f"{_ADDITIONAL}.{name}={given[name]}: this trainer sets the engine's entries from +{KEY}, and has no"
+                " sampling schedules and no routing replay. Leave the entry out."
+            )
     with open_dict(config):
         config.trainer.v1.trainer_mode = "sync"
-        of_engine = {
-            KEY: perturbation.spec(),
-            # Without a perturbation too, records are taken, and each token is drawn as the other arms draw theirs.
-            SEEDED_DRAWS: True,
-            DEFERRED_CHECK: True,
-            SAMPLING_MASKS: correct_mask,
-        }
         OmegaConf.update(config, _ADDITIONAL, of_engine, force_add=True)
         rollout = config.actor_rollout_ref.rollout
         rollout.agent.agent_loop_manager_class = MANAGER

@@ -428,6 +428,12 @@ def _problems(options: Flags, shared: Flags, dataset: str) -> dict[str, str]:
         return {}
     if not _takes_dataset(options, shared, dataset):
         return _values_of(shared, {"--task": "--task"})
+    if shared.value("--data.image_key"):
+        raise UsageError(
+            f"--data.image_key {shared.value('--data.image_key')}: evaluation and diagnosis show no pictures. Give"
+            " problems of texts with --eval.data and --diagnose.data, or leave both out with --eval.data none"
+            " --diagnose.prompts 0."
+        )
     same_settings = {
         "--data": dataset,
         "--split": DATASETS[dataset],

@@ -60,6 +60,9 @@ def collect(plan: Plan, folder: ComparisonFolder, command: Sequence[str], create
     for row in result["summary"]:
         warnings += unscored_warnings(row["strategy"], row["unscored"])
     warnings += unscored_warnings("before training", unscored(untrained or {}))
+    evaluations_by_name = {"before training": untrained, **{run["id"]: run["evaluation"] for run in runs}}
+    for name, evaluation in evaluations_by_name.items():
+        warnings += [f"{name}: {line}" for line in (evaluation or {}).get("warnings", ())]
     result["warnings"] = warnings + unlike_conditions(runs)
     # NaN and infinity have no place in JSON.
     return json.loads(json.dumps(result), parse_constant=lambda name: None)

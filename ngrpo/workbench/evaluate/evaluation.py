@@ -20,7 +20,7 @@ from ngrpo.machine.upstream.versions import Conditions, conditions, differing
 from ngrpo.methods.scoring import TIMED_OUT, Problem, digest
 from ngrpo.methods.scoring.problems import with_readable_answer
 from ngrpo.methods.scoring.reward_alarms import alarm_notes
-from ngrpo.methods.tasks import check_problems, check_scorer, score
+from ngrpo.methods.tasks import FULL_SCORE, check_problems, check_scorer, score
 from ngrpo.workbench.evaluate import engine as engines
 from ngrpo.workbench.statistics import mean_at_n, pass_at_k
 from perturbations.errors import UsageError
@@ -369,7 +369,7 @@ def summarise(
         **{key: settings[key] for key in ("model", "dataset", "scorer", "n", "sampling", "perturbation")},
         "digest": settings.get("digest"),  # which evaluations of earlier releases lack
         **(drawn_by[-1] if drawn_by else conditions()),
-        "drawn_unlike": differing(drawn_by),
+        "warnings": _warnings(samples, settings["scorer"], drawn_by),
         "seconds": round(seconds, 1),
         "mean_at_n": _mean(mean_at_n(n, c) for c in counts),
         "pass_at_k": {str(k): _mean(pass_at_k(n, c, k) for c in counts) for k in ks},
@@ -410,15 +410,27 @@ def unscored_warnings(name: str, shares: Mapping[str, float | None]) -> list[str
     ]
 
 
-def conditions_warnings(evaluation: Mapping[str, Any]) -> list[str]:
-    """A warning where runs with different software or processors drew an evaluation's samples."""
-    differences = evaluation.get("drawn_unlike")
-    if not differences:
-        return []
-    return [
-        f"the samples were drawn by runs that differ in {', '.join(differences)}. To draw all alike, give --out a new"
-        " folder."
-    ]
+def _warnings(samples: Sequence[Mapping[str, Any]], scorer: str, drawn_by: Sequence[Conditions]) -> list[str]:
+    """What else may be wrong with an evaluation: samples of different software, a reward file with a scale of its own.
+
+    A response counts as right from a score of 1 on; a reward file's reward is the score where it returns no other.
+    """
+    warnings = []
+    differences = differing(drawn_by)
+    if differences:
+        warnings.append(
+            f"the samples were drawn by runs that differ in {', '.join(differences)}. To draw all alike, give --out a"
+            " new folder."
+        )
+    rewards = [sample["reward"] for sample in samples]
+    rewards_are_scores = all(sample["correct"] == (sample["reward"] >= FULL_SCORE) for sample in samples)
+    has_other_scale = max(rewards) > 1.0 or 0.0 < max(rewards) < FULL_SCORE
+    if ".py" in scorer and rewards_are_scores and has_other_scale:
+        warnings.append(
+            f"the rewards of {scorer} are from {min(rewards):g} to {max(rewards):g}, and a response counts as right"
+            " from 1 on. Let reward_func return 'scores' too, of 1 for right and 0 for wrong."
+        )
+    return warnings
 
 
 def _mean(values: Iterable[float]) -> float:
@@ -458,6 +470,6 @@ def table(result: Mapping[str, Any], folder: object) -> str:
     ]
     if "perturbed_rate" in result:
         lines.append(f"perturbed     {result['perturbed_rate']:.3f} of the generated positions")
-    warnings = [*unscored_warnings("this score", unscored(result)), *conditions_warnings(result)]
+    warnings = [*unscored_warnings("this score", unscored(result)), *result["warnings"]]
     lines += [f"warning: {line}" for line in warnings]
     return "\n".join([*lines, f"samples       {folder}", ""])

@@ -7,6 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -43,7 +44,8 @@ class Texts(NamedTuple):
 class SampleFile(NamedTuple):
     """One evaluation: by problem its rows, the number of responses and of right ones, and its texts.
 
-    ``missing`` is how many samples an unfinished evaluation lacks.
+    ``missing`` is how many samples an unfinished evaluation lacks. ``settings`` are those of the evaluation, as far as
+    its folder has them.
     """
 
     name: str
@@ -51,6 +53,7 @@ class SampleFile(NamedTuple):
     counts: dict[str, tuple[int, int]]
     texts: Texts
     missing: int = 0
+    settings: Mapping[str, Any] = MappingProxyType({})
 
     def unscored(self, problems: Iterable[str]) -> dict[str, float | None]:
         """The shares of these problems' responses that a score says little of; None where the file has no such key."""
@@ -124,6 +127,7 @@ def lines(
                 " so that short ones count too much. Run its ngrpo eval again, which goes on."
             )
         notes += [f"warning: {line}" for line in unscored_warnings(file.name, lost)]
+    notes += _setting_notes(sample_files)
     notes += [
         "difference: to the first; * beyond noise, corrected p below 0.05 (over problems, Holm: the exact sign-flip"
         f" test where at most {statistics.MOST_FLIPPED} of them differ or all by the same, else a paired t test).",
@@ -136,6 +140,26 @@ def lines(
             " as many responses as every file has."
         )
     return [*head, "", *text_table(rows, left=2), "", *notes]
+
+
+def _setting_notes(files: Sequence[SampleFile]) -> list[str]:
+    """A warning for each setting of sampling or scoring in which an evaluation differs from the first."""
+    notes = []
+    first, *others = files
+    for file in others:
+        for name, value in _compared(file).items():
+            of_first = _compared(first).get(name, value)
+            if value != of_first:
+                notes.append(f"warning: {file.name} has {name} {value}, and {first.name} has {of_first}.")
+    return notes
+
+
+def _compared(file: SampleFile) -> dict[str, Any]:
+    """The settings in which two evaluations should agree, by name: how responses are drawn and judged."""
+    sampling = {name: value for name, value in file.settings.get("sampling", {}).items() if name != "seed"}
+    scorers = {"the scorer": file.settings["scorer"]} if "scorer" in file.settings else {}
+    digests = {f"the content of {path}": digest[:12] for path, digest in file.settings.get("scorer_files", {}).items()}
+    return {**sampling, **scorers, **digests}
 
 
 def _with_names(paths: Sequence[str], files: Sequence[SampleFile]) -> list[SampleFile]:
@@ -244,6 +268,7 @@ def read(named_path: str, report: Report = lambda line: None) -> SampleFile:
             prompt=_numbered(prompts),
         ),
         missing=settings["problems"] * settings["n"] - len(rows) if "n" in settings else 0,
+        settings=settings,
     )
 
 

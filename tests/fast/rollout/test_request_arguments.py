@@ -151,6 +151,16 @@ def test_a_prompt_in_parts_is_refused() -> None:
         process(processor, "a", [1], Params(extra_args=None), resumable=True)
 
 
+def test_a_server_without_a_perturbation_refuses_requests_that_have_one() -> None:
+    processor = SimpleNamespace(vllm_config=SimpleNamespace(additional_config={}), model_config=MODEL)
+    process = request_arguments.checked_request(lambda self, *args, **kwargs: kwargs)
+    of_server = Params(extra_args={"perturbation": '{"seed": 3}'})
+    with pytest.raises(UsageError, match="this server has none, so that it would ignore the request's"):
+        process(processor, "a", [1], of_server)
+    processor.vllm_config.additional_config = {"perturbation": {"name": "neighbor"}}
+    process(processor, "a", [1], of_server)
+
+
 def test_an_unsupported_vllm_takes_nothing_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__="0.34.0"))
     built = SimpleNamespace(parallel_config=SimpleNamespace())
@@ -348,6 +358,8 @@ def test_arguments_join_the_others_of_a_request() -> None:
         ({"perturbation": {"return_record": True}, "use_beam_search": True}, "beam search"),
         ({"perturbation": {"return_record": True}, "stream": True}, "not streamed"),
         ({"perturbation": {"return_record": "yes"}}, "must be true or false"),
+        ({"perturbations": {"seed": 3}}, "the field perturbations, which would be ignored. Name it perturbation"),
+        ({"extra_body": {"perturbation": {"seed": 3}}}, r"the field extra_body\.perturbation, which would be ignored"),
     ],
 )
 def test_wrong_fields_are_refused_before_anything_runs(fields: dict[str, Any], message: str) -> None:

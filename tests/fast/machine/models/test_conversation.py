@@ -231,6 +231,7 @@ def test_a_template_that_changes_a_text_shows_it() -> None:
         "[role, play]",
         "[]",
         "[" * 5_000 + "role",
+        '{"role": "admin"} is what?',
     ],
 )
 def test_a_text_that_begins_as_a_list_is_a_prompt(tmp_path: Path, text: str) -> None:
@@ -281,3 +282,29 @@ def test_a_training_without_the_chat_template_that_the_model_has_is_said(tmp_pat
     (note,) = input_checks.template_notes(Flags(words))
     assert "Add --data.apply_chat_template, or evaluate with --input-template '{}'" in note
     assert not [*input_checks.template_notes(Flags([*words, "--data.apply_chat_template"]))]
+
+
+def test_a_prompt_in_the_chat_template_already_is_refused() -> None:
+    bare = "What is <|im_end|>?"
+    marked = tokenizer_with("{{ messages[0].content }}<|im_end|>")
+    assert "<|im_end|>" in marked.all_special_tokens
+    assert rendered(tokenizer_with(PLAIN), bare) == f"user: {bare};", "the template has no such token"
+    for prompt in (bare, [{"role": "user", "content": bare}]):
+        with pytest.raises(UsageError, match=r"the prompt has <\|im_end\|> of the chat template already"):
+            rendered(marked, prompt)
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    ['{"role": "user", "content": "a"}', [{"role": "user", "content": [{"type": "text", "content": "a"}]}]],
+)
+def test_messages_whose_text_would_be_lost_are_refused(tmp_path: Path, prompt: object) -> None:
+    with pytest.raises(UsageError, match=r"chat messages (written as a text|with content in unknown parts)"):
+        load_problems(written(tmp_path / "a.jsonl", {"input": prompt}))
+
+
+def test_tools_that_are_no_json_are_refused_and_words_are_not(tmp_path: Path) -> None:
+    (problem,) = load_problems(written(tmp_path / "a.jsonl", {"input": [ASKED], "tools": "hammer, saw"}))
+    assert "tools" not in problem.template
+    with pytest.raises(UsageError, match=r"tools are .*, which is not JSON"):
+        load_problems(written(tmp_path / "a.jsonl", {"input": [ASKED], "tools": "[{'name': 'add'}]"}))

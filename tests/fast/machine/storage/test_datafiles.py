@@ -10,7 +10,7 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from ngrpo.machine.storage.datafiles import is_nothing, label_of, read_rows
+from ngrpo.machine.storage.datafiles import is_nothing, label_of, read_rows, read_yaml
 from perturbations.errors import UsageError
 
 
@@ -126,3 +126,18 @@ def test_a_key_that_is_given_twice_is_refused(tmp_path: Path, name: str) -> None
 def test_excel_begins_a_file_with_a_byte_order_mark(tmp_path: Path) -> None:
     (tmp_path / "rows.csv").write_bytes(b"\xef\xbb\xbfinput,label\nQ,007\n")
     assert read_rows("--data", str(tmp_path / "rows.csv")) == [{"input": "Q", "label": "007"}]
+
+
+def test_a_number_in_yaml_stays_as_it_is_written(tmp_path: Path) -> None:
+    """YAML 1.1 reads these as 8, 90, 20240101 and 16."""
+    path = tmp_path / "a.yaml"
+    path.write_text("seeds: 010\nbatch: 1:30\nout: 2024_01_01\nsteps: 0x10\nn: 12\nlist: [0, -3, 0b1]\n")
+    values = read_yaml(str(path), flag="--config", example="a: 1")
+    assert values == {
+        "seeds": "010",
+        "batch": "1:30",
+        "out": "2024_01_01",
+        "steps": "0x10",
+        "n": 12,
+        "list": [0, -3, "0b1"],
+    }

@@ -11,7 +11,7 @@ import pytest
 from ngrpo import cli
 from ngrpo.machine.models import packaged
 from ngrpo.methods.scoring.problems import BENCHMARKS, BOXED, LETTER
-from ngrpo.workbench.evaluate import load_problems
+from ngrpo.workbench.evaluate import load_problems, score
 from perturbations.errors import UsageError
 
 GPQA = {"Question": "Which of these is a noble gas?", "Correct Answer": "Neon\n"}
@@ -38,7 +38,7 @@ def test_verl_parquet(tmp_path: Path, truth: Any) -> None:
     assert (problem.id, problem.answer, problem.scorer) == ("set-0", "4", "math")
     assert [m["role"] for m in problem.messages] == ["system", "user"]
     assert problem.question == "2 + 2?"  # a prompt is left as it is
-    assert problem.meta == {"data_source": "a/set"}
+    assert problem.meta["data_source"] == "a/set"
 
 
 def test_a_problem_without_an_answer_is_named(shared_data: Path) -> None:
@@ -269,8 +269,65 @@ def test_scorers_by_name(tmp_path: Path) -> None:
         load_problems(source, scorer=str(tmp_path / "reward.py"))
 
 
-def test_a_reward_file_is_given_the_label_that_a_training_gives_it(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text('{"input": "Capital?", "label": ["Paris", "paris"]}\n')
-    (tmp_path / "reward.py").write_text("def reward_func(queries, prompts, labels):\n    return {'rewards': 1.0}\n")
-    (problem,) = load_problems(str(tmp_path / "a.jsonl"), scorer=str(tmp_path / "reward.py"))
-    assert problem.meta["raw_label"] == ["Paris", "paris"]
+GSM8K = {"question": "2, 3?", "answer": "Add 2, 3.\n#### 5"}
+PROMPT = [{"role": "user", "content": "2 + 2?"}]
+
+
+@pytest.mark.parametrize(
+    ("row", "keys"),
+    [
+        (GSM8K, {}),
+        (GSM8K, {"input_key": "question", "label_key": "answer"}),
+        (GSM8K, {"label_key": "answer"}),
+        ({"input": GSM8K["question"], "label": GSM8K["answer"]}, {}),
+        ({"prompt": PROMPT, "reward_model": {"ground_truth": GSM8K["answer"]}}, {}),
+    ],
+)
+def test_of_a_solution_the_result_counts_in_each_layout(
+    tmp_path: Path, row: dict[str, Any], keys: dict[str, str]
+) -> None:
+    (problem,) = load_problems(jsonl(tmp_path / "a.jsonl", row), **keys)
+    assert problem.answer == "5"
+    assert score(problem, r"\boxed{5}").correct
+    assert not score(problem, r"\boxed{2, 3}").correct
+
+
+@pytest.mark.parametrize("label", [{"answer": 4, "level": 2}, '{"inputs": ["1"], "outputs": ["4"]}'])
+def test_math_compares_no_objects(tmp_path: Path, label: object) -> None:
+    with pytest.raises(UsageError, match=r"row 1: the reference is an object with the keys .*--label-key"):
+        load_problems(jsonl(tmp_path / "a.jsonl", {"input": "1 + 3?", "label": label}))
+
+
+@pytest.mark.parametrize("column", ["image", "images", "video", "audio"])
+def test_a_question_with_a_picture_or_sound_is_refused(tmp_path: Path, column: str) -> None:
+    without = {"question": "How many?", "answer": "4", column: []}
+    assert load_problems(jsonl(tmp_path / "a.jsonl", without))
+    with pytest.raises(UsageError, match=f"row 2 has a value in the column '{column}'"):
+        load_problems(jsonl(tmp_path / "a.jsonl", without, {**without, column: ["a.png"]}))
+
+
+@pytest.mark.parametrize(
+    ("row", "keys", "label"),
+    [
+        ({"input": "Capital?", "label": ["Paris", "paris"]}, {}, ["Paris", "paris"]),
+        ({"question": "Capital?", "answer": ["Paris", "paris"]}, {}, ["Paris", "paris"]),
+        ({"question": "q", "answer": ["42"]}, {}, ["42"]),
+        ({"question": "q", "answer": ["42"]}, {"input_key": "question", "label_key": "answer"}, ["42"]),
+        ({"question": "q", "answer": {"value": "42"}}, {"label_key": "answer"}, {"value": "42"}),
+        (
+            {"prompt": PROMPT, "reward_model": {"ground_truth": {"target": "4", "tol": 1}}},
+            {},
+            {"target": "4", "tol": 1},
+        ),
+        (GSM8K, {}, GSM8K["answer"]),
+    ],
+)
+def test_a_reward_file_is_given_the_label_that_a_training_gives_it(
+    tmp_path: Path, row: dict[str, Any], keys: dict[str, str], label: object
+) -> None:
+    source = jsonl(tmp_path / "a.jsonl", row)
+    (tmp_path / "reward.py").write_text(
+        f"def reward_func(queries, prompts, labels):\n    return {{'rewards': float(labels[0] == {label!r})}}\n"
+    )
+    (problem,) = load_problems(source, scorer=str(tmp_path / "reward.py"), **keys)
+    assert score(problem, "").correct

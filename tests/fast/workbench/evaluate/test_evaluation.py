@@ -216,6 +216,44 @@ def test_samples_of_one_software_give_no_warning(llm: MadeUp, tmp_path: Path) ->
     assert "differ" not in evaluation.table(evaluate(llm, PROBLEMS, out=tmp_path, n=3), "")
 
 
+RATES = """def reward_func(queries, prompts, labels):
+    return {'rewards': [float(RATE)]}
+"""
+RATES_AND_SCORES = """def reward_func(queries, prompts, labels):
+    return {'rewards': [float(RATE)], 'scores': [0.0]}
+"""
+
+
+@pytest.mark.parametrize(
+    ("source", "rate", "warned"),
+    [
+        (RATES, "3", True),
+        (RATES, "0.95", True),
+        (RATES, "1", False),
+        (RATES, "0", False),
+        (RATES_AND_SCORES, "3", False),
+    ],
+)
+def test_rewards_of_another_scale_give_a_warning(
+    llm: MadeUp, tmp_path: Path, source: str, rate: str, warned: bool
+) -> None:
+    """A response counts as right from 1 on, which says little of a judge's 3 out of 10."""
+    scorer = tmp_path / "judge.py"
+    scorer.write_text(source.replace("RATE", rate))
+    result = evaluate(llm, scored_by(scorer), out=tmp_path / "out", n=1)
+    assert any(f"from {rate} to {rate}" in line for line in result["warnings"]) is warned
+
+
+def test_another_helper_of_a_scorer_is_another_scorer(llm: MadeUp, tmp_path: Path) -> None:
+    scorer = tmp_path / "reward_with_helper.py"
+    scorer.write_text("from own_helper import value\n\n\n" + ALWAYS_RIGHT.replace("1.0", "value"))
+    (tmp_path / "own_helper.py").write_text("value = 1.0\n")
+    evaluate(llm, scored_by(scorer), out=tmp_path / "out", n=1)
+    (tmp_path / "own_helper.py").write_text("value = 0.0\n")
+    with pytest.raises(UsageError, match=r"other settings \(scorer_files was"):
+        evaluate(llm, scored_by(scorer), out=tmp_path / "out", n=1)
+
+
 def test_another_k_of_a_finished_evaluation_needs_no_samples(llm: MadeUp, tmp_path: Path) -> None:
     evaluate(llm, PROBLEMS, out=tmp_path, n=3)
     assert llm.generated == 6

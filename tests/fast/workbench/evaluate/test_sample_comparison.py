@@ -10,7 +10,7 @@ import pytest
 from scipy import stats
 
 from ngrpo import cli
-from ngrpo.machine.storage.result_folder import ResultFolder
+from ngrpo.machine.storage.result_folder import ResultFolder, write_json
 from ngrpo.workbench.evaluate.sample_comparison import lines, measures, read
 from perturbations.errors import UsageError
 
@@ -242,6 +242,19 @@ def test_an_unfinished_evaluation_is_warned_of(tmp_path: Path) -> None:
     warnings = [line for line in lines([unfinished, finished]) if " is unfinished" in line]
     assert len(warnings) == 1
     assert warnings[0].startswith("warning: unfinished is unfinished: 5 samples are missing.")
+
+
+def test_other_settings_of_sampling_and_scoring_are_warned_of(tmp_path: Path) -> None:
+    base = write_evaluation(tmp_path / "x", BASE)
+    ours = write_evaluation(tmp_path / "y", OURS)
+    settings = {"sampling": {"temperature": 1.0, "seed": 0}, "scorer": "math"}
+    write_json(tmp_path / "x" / "settings.json", settings)
+    write_json(tmp_path / "y" / "settings.json", {**settings, "sampling": {"temperature": 1.0, "seed": 1}})
+    assert not any("temperature" in line or "seed" in line for line in lines([base, ours]))
+    write_json(tmp_path / "y" / "settings.json", {"sampling": {"temperature": 0.6}, "scorer": "own.py"})
+    report = lines([base, ours])
+    assert "warning: y has temperature 0.6, and x has 1.0." in report
+    assert "warning: y has the scorer own.py, and x has math." in report
 
 
 def test_two_files_of_one_name_are_refused(tmp_path: Path) -> None:
