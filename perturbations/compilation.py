@@ -48,12 +48,12 @@ class Compiled:
     def __call__(self, *args: object) -> Any:
         if self._failed or torch.compiler.is_compiling():
             return self.plain(*args)
-        from torch._dynamo.exc import TorchDynamoException
+        from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
         from torch._inductor.exc import InductorError
 
         try:
             return self._fast(*args)
-        except (TorchDynamoException, InductorError) as error:
+        except (TorchDynamoException, FailOnRecompileLimitHit, InductorError) as error:
             self._failed = True
             lines_of_error = str(error).strip().splitlines()
             reason = lines_of_error[0] if lines_of_error else type(error).__name__

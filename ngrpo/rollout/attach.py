@@ -67,6 +67,7 @@ class AttachedPerturbation:
         model = runner.get_model()
         embedding: Any = find_input_embedding(model)
         self._hidden = embedding.embedding_dim
+        reserved_before = _reserved(runner.device)
         self._override = InputOverride(
             embedding,
             max_tokens=runner.max_num_tokens,
@@ -86,7 +87,6 @@ class AttachedPerturbation:
         self.schedule = read_schedule(additional_config)
         self._routed = RoutedExperts(runner) if additional_config.get(ROUTED_EXPERTS) else None
         self.output_layer = output_layer_of(runner, self._vocabulary) if self._graphs else None
-        reserved_before = _reserved(runner.device)
         self.replace(perturbation)
         if self._graphs:
             with torch.inference_mode():
@@ -125,7 +125,8 @@ class AttachedPerturbation:
         self._check_awake("the perturbation cannot be replaced")
         perturbation.check_model(self._vocabulary)
         store = TrajectoryStore(
-            runner.max_num_reqs,
+            # On a GPU a request keeps its slot for a step or two after its end, when as many new ones may have begun.
+            2 * runner.max_num_reqs,
             runner.max_model_len,
             embedding=(self._vocabulary, self._hidden),
             module=perturbation.has_parameters,

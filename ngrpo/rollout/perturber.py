@@ -263,6 +263,11 @@ class RolloutPerturber:
         """Whether a step of real requests is in flight (a warm-up run is not)."""
         return self._batch is not None
 
+    @property
+    def next_positions(self) -> np.ndarray:
+        """The positions of the tokens that the step in flight draws, (B,) int64."""
+        return require(self._batch, "the batch of begin()").next_positions
+
     def computes_logits(self, rows: int) -> bool:
         """Whether the graph of a step of so many rows may compute the logits: :meth:`finish` takes hidden states."""
         return self.busy and self._graphs is not None and self._graphs.computes_logits(rows)

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ngrpo.machine.upstream.sampling import logit_changes
 from ngrpo.machine.upstream.types import (
     InputBatchV2,
     RunnerV1,
@@ -30,6 +31,7 @@ from ngrpo.rollout.sample_tokens import GREEDY_BELOW
 from perturbations.errors import UsageError, require
 
 _NO_LOGPROBS = -1  # vLLM's NO_LOGPROBS, of a request that wants none
+_NEVER = np.iinfo(np.int64).max  # the position from which on logits are unchanged, where something changes them all
 
 
 def _with_requests(original: Callable[..., Any], perturbation: AttachedPerturbation) -> Callable[..., Any]:
@@ -180,15 +182,44 @@ def attach_v2(runner: RunnerV2, perturbation: AttachedPerturbation) -> None:
     runner.prepare_inputs = prepare_inputs
     runner.sampler.sample = _sample_v2(runner.sampler, perturbation)
     if perturbation.output_layer is not None:
-        runner.sample = _leave_logits_to_graph(runner, perturbation, perturbation.output_layer)
+        unchanged_from = np.full(runner.max_num_reqs, _NEVER)
+        runner.sampler.add_request = _with_min_tokens(runner.sampler.add_request, unchanged_from)
+        runner.sample = _leave_logits_to_graph(runner, perturbation, perturbation.output_layer, unchanged_from)
+
+
+def _with_min_tokens(original: Callable[..., Any], unchanged_from: np.ndarray) -> Callable[..., Any]:
+    """Wraps ``Sampler.add_request``: notes from which position on a request's logits are the model's own.
+
+    OpenRLHF asks for ``min_tokens=1`` in every rollout. vLLM then takes the request's logits for changed as long as it
+    runs, although they are so only until its first token is drawn.
+
+    Args:
+        original: called first.
+        unchanged_from: the position of the first token by slot, (S,) int64; ``_NEVER`` where something else changes the
+            logits.
+    """
+    signature = inspect.signature(original)
+    if not {"req_idx", "prompt_len", "sampling_params"} <= signature.parameters.keys():
+        return original
+
+    def add_request(*arguments: object, **named: object) -> None:
+        original(*arguments, **named)
+        values: dict[str, Any] = signature.bind(*arguments, **named).arguments
+        params = values["sampling_params"]
+        is_filtered = params.top_p < 1.0 or params.top_k > 0 or params.min_p > 0.0
+        is_changed = is_filtered or params.temperature != 1.0 or logit_changes(params).keys() - {"min_tokens"}
+        unchanged_from[values["req_idx"]] = _NEVER if is_changed else values["prompt_len"] + params.min_tokens
+
+    return add_request
 
 
 def _leave_logits_to_graph(
-    runner: RunnerV2, perturbation: AttachedPerturbation, output_layer: OutputLayer
+    runner: RunnerV2, perturbation: AttachedPerturbation, output_layer: OutputLayer, unchanged_from: np.ndarray
 ) -> Callable[..., Any]:
     """Wraps ``GPUModelRunner.sample``, which computes the logits and samples.
 
-    The step's graph computes the logits where nothing reads or changes them before the draw.
+    The step's graph computes the logits where nothing reads or changes them before the draw. ``unchanged_from`` is as
+    in :func:`_with_min_tokens`.
     """
     original: Callable[..., Any] = runner.sample
     sampler = require(runner.sampler, "the sampler of the last pipeline rank")
@@ -202,8 +233,11 @@ def _leave_logits_to_graph(
             return original(hidden_states, input_batch, grammar_output)
         # A request keeps its parameters and its slot while it runs.
         if unchanged_of != (perturber, perturber.composition):
-            unchanged_of = (perturber, perturber.composition)
-            unchanged = draws_from_unchanged_logits(sampler, input_batch.idx_mapping_np)
+            slots = input_batch.idx_mapping_np
+            has_min_tokens = unchanged_from[slots] <= perturber.next_positions
+            unchanged = draws_from_unchanged_logits(sampler, slots, has_min_tokens)
+            awaits_min_tokens = (unchanged_from[slots] < _NEVER) & ~has_min_tokens
+            unchanged_of = None if awaits_min_tokens.any() else (perturber, perturber.composition)
         if not unchanged:
             return original(hidden_states, input_batch, grammar_output)
         with output_layer.left_to_graph():
@@ -212,11 +246,13 @@ def _leave_logits_to_graph(
     return sample
 
 
-def draws_from_unchanged_logits(sampler: SamplerV2, slots_np: np.ndarray) -> bool:
+def draws_from_unchanged_logits(sampler: SamplerV2, slots_np: np.ndarray, has_min_tokens: np.ndarray) -> bool:
     """Whether the tokens of these slots, (B,), are drawn from the logits as the model computes them.
 
     They are not where a request is greedy, where its sampling parameters change or filter the logits (a temperature
     other than 1 too), and where vLLM reports log-probabilities, NaNs or the tokens that sampling left.
+
+    ``has_min_tokens``: the rows whose parameters change no logits any more, since ``min_tokens`` are drawn, (B,) bool.
     """
     if not hasattr(sampler, "needs_logits_processing"):  # vLLM 0.26 applies all parameters in each step
         return False
@@ -227,9 +263,8 @@ def draws_from_unchanged_logits(sampler: SamplerV2, slots_np: np.ndarray) -> boo
         states.max_num_logprobs(slots_np) != _NO_LOGPROBS
         or sampler.logprob_token_ids_state.max_num_token_ids(slots_np) > 0
     )
-    return not (
-        reports_log_probs or states.any_greedy(slots_np) or bool(sampler.needs_logits_processing[slots_np].any())
-    )
+    is_processed = sampler.needs_logits_processing[slots_np] & ~has_min_tokens
+    return not (reports_log_probs or states.any_greedy(slots_np) or bool(is_processed.any()))
 
 
 class _SamplingV2(NamedTuple):

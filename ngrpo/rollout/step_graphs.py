@@ -63,6 +63,9 @@ def available(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
+_failed_captures: list[torch.cuda.CUDAGraph] = []
+
+
 @lru_cache(maxsize=1)
 def _capture_stream() -> torch.cuda.Stream:
     """The one stream of all captures: cuBLAS keeps a workspace for each stream that it has worked on."""
@@ -93,13 +96,27 @@ class CudaGraph:
             self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 region()
+                self._graph.capture_end()
             except Exception:
-                # The end of an invalid capture fails too, with an error that does not say what was not permitted.
-                with suppress(RuntimeError):
-                    self._graph.capture_end()
+                self._end_failed_capture()
                 raise
-            self._graph.capture_end()
         current.wait_stream(side)
+
+    def _end_failed_capture(self) -> None:
+        """Ends a capture that an operation made invalid, so that PyTorch's allocator works as before it.
+
+        The end of an invalid capture fails too, with an error that does not say what was not permitted. PyTorch 2.11
+        then leaves its allocator in the state of a capture (mended by pytorch#180395), in which the next
+        ``torch.cuda.empty_cache()`` fails. Its allocator of pinned memory goes on asking the graph, which must stay.
+        """
+        try:
+            self._graph.capture_end()
+        except RuntimeError:
+            _failed_captures.append(self._graph)
+            device = torch.cuda.current_device()
+            with suppress(RuntimeError):  # a later PyTorch has ended the capture by itself
+                torch._C._cuda_endAllocateToPool(device, self._pool)
+                torch._C._cuda_releasePool(device, self._pool)
 
     def replay(self) -> None:
         """Runs what was captured, with the values that are at its addresses now."""
@@ -355,6 +372,7 @@ class StepGraphs:
         try:
             graph.capture(lambda: self._step(columns, logits, output_hidden))
         except Exception as error:  # of any operation; the same step has just run outside of a capture
+            self.forget()  # a further capture needs a pool of its own
             reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
             raise CaptureFailed(reason) from error
         flat.copy_(values)

@@ -207,9 +207,11 @@ class BoundGate:
     def grow(self, rows: int) -> None:
         """Makes room for ``rows`` trajectories; the state of the present ones stays."""
         added = rows - len(self._ended)
-        self._states = torch.cat([self._states, self._states.new_zeros((added, _POSITIONS))])
-        self._ended = torch.cat([self._ended, self._ended.new_full((added,), _NEVER)])
-        self._further_states = torch.cat([self._further_states, self._start.repeat(added, _POSITIONS, 1)])
+        # vLLM calls this in its inference mode, and torch.compile would compile anew for another kind of tensor.
+        with torch.inference_mode(self._ended.is_inference()):
+            self._states = torch.cat([self._states, self._states.new_zeros((added, _POSITIONS))])
+            self._ended = torch.cat([self._ended, self._ended.new_full((added,), _NEVER)])
+            self._further_states = torch.cat([self._further_states, self._start.repeat(added, _POSITIONS, 1)])
 
     def reset(self, row: int, prompt: Sequence[int] = ()) -> None:
         """Starts a new trajectory in a row. Its thinking has ended if the prompt ends with the text of ``until``."""

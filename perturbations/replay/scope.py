@@ -427,7 +427,8 @@ class ReplayScope:
                 self._compare_with_vocabulary(mixed)
         # Positions that were cut off are written to the first candidate's row, which is dropped with the candidates.
         target = torch.where(self._inside, self._rows, count)
-        return output.index_copy(0, target, mixed)[:count].view(*self._shape, -1)
+        # The other candidates are left out here, since the model's backward keeps the memory of what it is fed.
+        return output[: count + 1].index_copy(0, target, mixed)[:count].view(*self._shape, -1)
 
     def _module_at(self, scale: float) -> Mixer | None:
         """The perturbation's module for embeddings that the model multiplies by ``scale``."""

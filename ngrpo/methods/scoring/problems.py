@@ -292,7 +292,7 @@ def _verl(row: Row, *, takes_any_label: bool) -> Problem:
     return replace(problem, meta={**meta, **problem.meta})
 
 
-def _labelled(prompt: Any, label: Any, *, takes_any_label: bool) -> Problem:
+def _labelled(prompt: object, label: object, *, takes_any_label: bool) -> Problem:
     """A problem with its label; ``meta["raw_label"]`` has the label where the answer has another form.
 
     ``takes_any_label``: a reward file is given the label as it is, so that a list may have several answers.

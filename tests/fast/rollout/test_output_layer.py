@@ -75,13 +75,14 @@ def sampler(**changes: Any) -> Any:
 
 
 SLOTS = np.array([3, 1])
+NONE = np.array([False, False])
 
 
 def test_requests_that_change_nothing_draw_from_the_models_logits() -> None:
-    assert runners.draws_from_unchanged_logits(sampler(), SLOTS)
-    assert runners.draws_from_unchanged_logits(sampler(return_sampling_mask=False), SLOTS)
+    assert runners.draws_from_unchanged_logits(sampler(), SLOTS, NONE)
+    assert runners.draws_from_unchanged_logits(sampler(return_sampling_mask=False), SLOTS, NONE)
     others = {"greedy": [0], "logprobs": [2], "token_ids": [0], "processed": [0, 2]}
-    assert runners.draws_from_unchanged_logits(sampler(**others), SLOTS), "they are not in this batch"
+    assert runners.draws_from_unchanged_logits(sampler(**others), SLOTS, NONE), "they are not in this batch"
 
 
 @pytest.mark.parametrize(
@@ -96,13 +97,47 @@ def test_requests_that_change_nothing_draw_from_the_models_logits() -> None:
     ],
 )
 def test_logits_that_are_read_or_changed_stay_outside(changes: dict[str, Any]) -> None:
-    assert not runners.draws_from_unchanged_logits(sampler(**changes), SLOTS)
+    assert not runners.draws_from_unchanged_logits(sampler(**changes), SLOTS, NONE)
+
+
+def test_a_request_whose_min_tokens_are_drawn_changes_nothing_more() -> None:
+    of_slot_3 = sampler(processed=[3])
+    assert runners.draws_from_unchanged_logits(of_slot_3, SLOTS, np.array([True, False]))
+    assert not runners.draws_from_unchanged_logits(of_slot_3, SLOTS, np.array([False, True]))
+    greedy_too = sampler(processed=[3], greedy=[3])
+    assert not runners.draws_from_unchanged_logits(greedy_too, SLOTS, np.array([True, False]))
+
+
+@pytest.mark.parametrize(
+    ("params", "unchanged_from"),
+    [
+        ({}, 7),
+        ({"min_tokens": 1}, 8),
+        ({"min_tokens": 4}, 11),
+        ({"min_tokens": 1, "temperature": 0.9}, runners._NEVER),
+        ({"min_tokens": 1, "top_p": 0.9}, runners._NEVER),
+        ({"min_tokens": 1, "top_k": 5}, runners._NEVER),
+        ({"min_tokens": 1, "min_p": 0.1}, runners._NEVER),
+        ({"min_tokens": 1, "repetition_penalty": 1.1}, runners._NEVER),
+        ({"min_tokens": 1, "logit_bias": {3: 1.0}}, runners._NEVER),
+        ({"min_tokens": 1, "bad_words": ["a"]}, runners._NEVER),
+    ],
+)
+def test_from_where_on_a_requests_logits_are_the_models(params: dict[str, Any], unchanged_from: int) -> None:
+    """Of a request with a prompt of 7, in slot 2. OpenRLHF has min_tokens=1 in each."""
+    sampling = pytest.importorskip("vllm").SamplingParams(**params)
+    noted = np.full(4, -1)
+
+    def add_request(req_idx: int, prompt_len: int, sampling_params: Any) -> None: ...
+
+    runners._with_min_tokens(add_request, noted)(2, 7, sampling)
+    assert noted.tolist() == [-1, -1, unchanged_from, -1]
 
 
 def test_a_release_that_applies_all_parameters_in_each_step_keeps_them_outside() -> None:
     of_0_26 = sampler()
     del of_0_26.needs_logits_processing
-    assert not runners.draws_from_unchanged_logits(of_0_26, SLOTS)
+    assert not runners.draws_from_unchanged_logits(of_0_26, SLOTS, NONE)
 
 
 # --- a step of vLLM's own code --------------------------------------------------------------------------------------
@@ -113,6 +148,7 @@ class Perturber:
 
     busy = True
     composition = 1
+    next_positions = np.zeros(ROWS, dtype=np.int64)
 
     def __init__(self, graphs: bool = True) -> None:
         self.graphs = graphs
@@ -134,7 +170,11 @@ class Perturber:
 
 
 def step_of_vllm(
-    monkeypatch: pytest.MonkeyPatch, perturber: Perturber, grammar: Any = None, **changes: Any
+    monkeypatch: pytest.MonkeyPatch,
+    perturber: Perturber,
+    grammar: Any = None,
+    unchanged_from: np.ndarray | None = None,
+    **changes: Any,
 ) -> Callable[[], Any]:
     """``GPUModelRunner.sample`` and ``Sampler`` of vLLM, with the parts that need a GPU left out."""
     module = pytest.importorskip("vllm.v1.worker.gpu.model_runner")
@@ -170,7 +210,8 @@ def step_of_vllm(
     runner.sample = MethodType(module.GPUModelRunner.sample, runner)
     perturbation = SimpleNamespace(perturber=perturber, output_layer=layer)
     vllm_sampler.sample = runners._sample_v2(vllm_sampler, perturbation)
-    runner.sample = runners._leave_logits_to_graph(runner, perturbation, layer)
+    unchanged_from = np.full(4, runners._NEVER) if unchanged_from is None else unchanged_from
+    runner.sample = runners._leave_logits_to_graph(runner, perturbation, layer, unchanged_from)
     slots = np.array([0, 1, 2])
     rows = torch.arange(ROWS)
     batch = SimpleNamespace(
@@ -214,7 +255,7 @@ def test_the_parameters_of_a_batch_are_read_again_when_it_changes(monkeypatch: p
     perturber = Perturber()
     checked: list[int] = []
 
-    def unchanged(sampler: Any, slots: Any) -> bool:
+    def unchanged(sampler: Any, slots: Any, has_min_tokens: Any) -> bool:
         checked.append(perturber.composition)
         return perturber.composition != 2
 
@@ -225,6 +266,17 @@ def test_the_parameters_of_a_batch_are_read_again_when_it_changes(monkeypatch: p
         step()
     assert checked == [1, 2, 3]
     assert perturber.drawn_from == ["hidden states"] * 2 + ["logits"] * 2 + ["hidden states"]
+
+
+def test_the_step_after_the_last_min_tokens_is_drawn_from_hidden_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Row 1 has a minimum of tokens until position 12; the batch stays the same."""
+    perturber = Perturber()
+    unchanged_from = np.array([10, 12, 10, runners._NEVER])
+    step = step_of_vllm(monkeypatch, perturber, unchanged_from=unchanged_from, processed=[1])
+    for position in (10, 11, 12, 13):
+        perturber.next_positions = np.array([position] * ROWS)
+        step()
+    assert perturber.drawn_from == ["logits"] * 2 + ["hidden states"] * 2
 
 
 # --- the engine -----------------------------------------------------------------------------------------------------

@@ -368,12 +368,19 @@ def test_a_failed_capture_names_the_operation_and_not_its_own_end(monkeypatch: p
     monkeypatch.setattr(torch.cuda, "CUDAGraph", InvalidGraph)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
     monkeypatch.setattr(torch.cuda, "stream", lambda side: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    ended: list[tuple[str, object]] = []
+    for name in ("_cuda_endAllocateToPool", "_cuda_releasePool"):
+        monkeypatch.setattr(torch._C, name, lambda device, pool, name=name: ended.append((name, pool)), raising=False)
+    monkeypatch.setattr(step_graphs, "_failed_captures", [])
 
     def region() -> None:
         raise RuntimeError("operation not permitted when stream is capturing")
 
     with pytest.raises(RuntimeError, match="not permitted"):
         step_graphs.CudaGraph((0, 1)).capture(region)
+    assert ended == [("_cuda_endAllocateToPool", (0, 1)), ("_cuda_releasePool", (0, 1))]
+    assert len(step_graphs._failed_captures) == 1
     with pytest.raises(RuntimeError, match="previous error"):  # nothing else to say
         step_graphs.CudaGraph((0, 1)).capture(lambda: None)
 
