@@ -297,7 +297,7 @@ def rendered(tokenizer: Any, prompt: str | Messages, arguments: Mapping[str, Any
     return text
 
 
-def _check_bare(tokenizer: Any, chat: Messages, arguments: Mapping[str, Any]) -> None:
+def _check_bare(tokenizer: object, chat: Messages, arguments: Mapping[str, Any]) -> None:
     """Raises ``UsageError`` for a text that has the template's special tokens already, and would get them twice."""
     texts = [message["content"] for message in chat if message["role"] != "assistant"]
     special_tokens = getattr(tokenizer, "all_special_tokens", ())
