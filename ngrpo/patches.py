@@ -335,6 +335,8 @@ VLLM: tuple[Patch, ...] = (
         "The graph of a step computes the logits where nothing changes them."),
     _vllm(_RUNNER_V2, "GPUModelRunner.profile_run", None, "(self...)",
         "vLLM measures its memory with it, and we add that of a weight sync."),
+    _vllm(f"{_SAMPLER_V2}.sampler", "Sampler.add_request", None, "(self, req_idx,... sampling_params)",
+        "It takes a request's parameters; we note for how many of its tokens they change the logits."),
     _vllm(f"{_SAMPLER_V2}.sampler", "Sampler.sample", None,
         "(self, logits, expanded_idx_mapping, ...idx_mapping_np, ...)", "It draws the tokens."),
     _vllm(f"{_SAMPLER_V2}.sampler", "Sampler.apply_sampling_params", None,

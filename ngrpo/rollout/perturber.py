@@ -264,9 +264,10 @@ class RolloutPerturber:
         return self._batch is not None
 
     @property
-    def next_positions(self) -> np.ndarray:
-        """The positions of the tokens that the step in flight draws, (B,) int64."""
-        return require(self._batch, "the batch of begin()").next_positions
+    def drawn_tokens(self) -> np.ndarray:
+        """How many tokens each request has drawn before the step in flight, (B,) int64; below 0 within its prompt."""
+        batch = require(self._batch, "the batch of begin()")
+        return batch.next_positions - batch.rows.first
 
     def computes_logits(self, rows: int) -> bool:
         """Whether the graph of a step of so many rows may compute the logits: :meth:`finish` takes hidden states."""

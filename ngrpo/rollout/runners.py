@@ -31,7 +31,7 @@ from ngrpo.rollout.sample_tokens import GREEDY_BELOW
 from perturbations.errors import UsageError, require
 
 _NO_LOGPROBS = -1  # vLLM's NO_LOGPROBS, of a request that wants none
-_NEVER = np.iinfo(np.int64).max  # the position from which on logits are unchanged, where something changes them all
+_ALL = np.iinfo(np.int64).max  # tokens of a request whose parameters change the logits of each of them
 
 
 def _with_requests(original: Callable[..., Any], perturbation: AttachedPerturbation) -> Callable[..., Any]:
@@ -182,25 +182,22 @@ def attach_v2(runner: RunnerV2, perturbation: AttachedPerturbation) -> None:
     runner.prepare_inputs = prepare_inputs
     runner.sampler.sample = _sample_v2(runner.sampler, perturbation)
     if perturbation.output_layer is not None:
-        unchanged_from = np.full(runner.max_num_reqs, _NEVER)
-        runner.sampler.add_request = _with_min_tokens(runner.sampler.add_request, unchanged_from)
-        runner.sample = _leave_logits_to_graph(runner, perturbation, perturbation.output_layer, unchanged_from)
+        changed_tokens = np.full(runner.max_num_reqs, _ALL)
+        runner.sampler.add_request = _with_min_tokens(runner.sampler.add_request, changed_tokens)
+        runner.sample = _leave_logits_to_graph(runner, perturbation, perturbation.output_layer, changed_tokens)
 
 
-def _with_min_tokens(original: Callable[..., Any], unchanged_from: np.ndarray) -> Callable[..., Any]:
-    """Wraps ``Sampler.add_request``: notes from which position on a request's logits are the model's own.
+def _with_min_tokens(original: Callable[..., Any], changed_tokens: np.ndarray) -> Callable[..., Any]:
+    """Wraps ``Sampler.add_request``: notes for how many tokens of a request its parameters change the logits.
 
     OpenRLHF asks for ``min_tokens=1`` in every rollout. vLLM then takes the request's logits for changed as long as it
-    runs, although they are so only until its first token is drawn.
+    runs, although they are so for its first token alone.
 
     Args:
         original: called first.
-        unchanged_from: the position of the first token by slot, (S,) int64; ``_NEVER`` where something else changes the
-            logits.
+        changed_tokens: the number of tokens by slot, (S,) int64; ``_ALL`` where something else changes the logits.
     """
     signature = inspect.signature(original)
-    if not {"req_idx", "prompt_len", "sampling_params"} <= signature.parameters.keys():
-        return original
 
     def add_request(*arguments: object, **named: object) -> None:
         original(*arguments, **named)
@@ -208,17 +205,17 @@ def _with_min_tokens(original: Callable[..., Any], unchanged_from: np.ndarray) -
         params = values["sampling_params"]
         is_filtered = params.top_p < 1.0 or params.top_k > 0 or params.min_p > 0.0
         is_changed = is_filtered or params.temperature != 1.0 or logit_changes(params).keys() - {"min_tokens"}
-        unchanged_from[values["req_idx"]] = _NEVER if is_changed else values["prompt_len"] + params.min_tokens
+        changed_tokens[values["req_idx"]] = _ALL if is_changed else params.min_tokens
 
     return add_request
 
 
 def _leave_logits_to_graph(
-    runner: RunnerV2, perturbation: AttachedPerturbation, output_layer: OutputLayer, unchanged_from: np.ndarray
+    runner: RunnerV2, perturbation: AttachedPerturbation, output_layer: OutputLayer, changed_tokens: np.ndarray
 ) -> Callable[..., Any]:
     """Wraps ``GPUModelRunner.sample``, which computes the logits and samples.
 
-    The step's graph computes the logits where nothing reads or changes them before the draw. ``unchanged_from`` is as
+    The step's graph computes the logits where nothing reads or changes them before the draw. ``changed_tokens`` is as
     in :func:`_with_min_tokens`.
     """
     original: Callable[..., Any] = runner.sample
@@ -234,9 +231,9 @@ def _leave_logits_to_graph(
         # A request keeps its parameters and its slot while it runs.
         if unchanged_of != (perturber, perturber.composition):
             slots = input_batch.idx_mapping_np
-            has_min_tokens = unchanged_from[slots] <= perturber.next_positions
+            has_min_tokens = changed_tokens[slots] <= perturber.drawn_tokens
             unchanged = draws_from_unchanged_logits(sampler, slots, has_min_tokens)
-            awaits_min_tokens = (unchanged_from[slots] < _NEVER) & ~has_min_tokens
+            awaits_min_tokens = (changed_tokens[slots] < _ALL) & ~has_min_tokens
             unchanged_of = None if awaits_min_tokens.any() else (perturber, perturber.composition)
         if not unchanged:
             return original(hidden_states, input_batch, grammar_output)

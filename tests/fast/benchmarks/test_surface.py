@@ -22,7 +22,7 @@ def test_every_method_that_is_replaced_on_a_runner_has_a_row() -> None:
         for node in ast.walk(tree)
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]).startswith("runner.")
     }
-    assert assigned == {"_update_states", "_preprocess", "add_requests", "prepare_inputs", "sample"}
+    assert assigned == {"_update_states", "_preprocess", "add_request", "add_requests", "prepare_inputs", "sample"}
     assert assigned <= {row.attribute.rpartition(".")[2] for row in VLLM}
 
 

@@ -109,29 +109,36 @@ def test_a_request_whose_min_tokens_are_drawn_changes_nothing_more() -> None:
 
 
 @pytest.mark.parametrize(
-    ("params", "unchanged_from"),
+    ("params", "changed_tokens"),
     [
-        ({}, 7),
-        ({"min_tokens": 1}, 8),
-        ({"min_tokens": 4}, 11),
-        ({"min_tokens": 1, "temperature": 0.9}, runners._NEVER),
-        ({"min_tokens": 1, "top_p": 0.9}, runners._NEVER),
-        ({"min_tokens": 1, "top_k": 5}, runners._NEVER),
-        ({"min_tokens": 1, "min_p": 0.1}, runners._NEVER),
-        ({"min_tokens": 1, "repetition_penalty": 1.1}, runners._NEVER),
-        ({"min_tokens": 1, "logit_bias": {3: 1.0}}, runners._NEVER),
-        ({"min_tokens": 1, "bad_words": ["a"]}, runners._NEVER),
+        ({}, 0),
+        ({"min_tokens": 1}, 1),
+        ({"min_tokens": 4}, 4),
+        ({"min_tokens": 1, "temperature": 0.9}, runners._ALL),
+        ({"min_tokens": 1, "top_p": 0.9}, runners._ALL),
+        ({"min_tokens": 1, "top_k": 5}, runners._ALL),
+        ({"min_tokens": 1, "min_p": 0.1}, runners._ALL),
+        ({"min_tokens": 1, "repetition_penalty": 1.1}, runners._ALL),
+        ({"min_tokens": 1, "logit_bias": {3: 1.0}}, runners._ALL),
+        ({"min_tokens": 1, "bad_words": ["a"]}, runners._ALL),
     ],
 )
-def test_from_where_on_a_requests_logits_are_the_models(params: dict[str, Any], unchanged_from: int) -> None:
-    """Of a request with a prompt of 7, in slot 2. OpenRLHF has min_tokens=1 in each."""
+@pytest.mark.parametrize("has_prompt_len", [True, False])
+def test_for_how_many_tokens_parameters_change_logits(
+    params: dict[str, Any], changed_tokens: int, has_prompt_len: bool
+) -> None:
+    """Of a request in slot 2. OpenRLHF has min_tokens=1 in each; vLLM 0.31 passes no length of the prompt any more."""
     sampling = pytest.importorskip("vllm").SamplingParams(**params)
     noted = np.full(4, -1)
 
-    def add_request(req_idx: int, prompt_len: int, sampling_params: Any) -> None: ...
+    def until_0_30(req_idx: int, prompt_len: int, sampling_params: Any) -> None: ...
+    def since_0_31(req_idx: int, sampling_params: Any) -> None: ...
 
-    runners._with_min_tokens(add_request, noted)(2, 7, sampling)
-    assert noted.tolist() == [-1, -1, unchanged_from, -1]
+    if has_prompt_len:
+        runners._with_min_tokens(until_0_30, noted)(2, 7, sampling)
+    else:
+        runners._with_min_tokens(since_0_31, noted)(2, sampling)
+    assert noted.tolist() == [-1, -1, changed_tokens, -1]
 
 
 def test_a_release_that_applies_all_parameters_in_each_step_keeps_them_outside() -> None:
@@ -148,7 +155,7 @@ class Perturber:
 
     busy = True
     composition = 1
-    next_positions = np.zeros(ROWS, dtype=np.int64)
+    drawn_tokens = np.zeros(ROWS, dtype=np.int64)
 
     def __init__(self, graphs: bool = True) -> None:
         self.graphs = graphs
@@ -173,7 +180,7 @@ def step_of_vllm(
     monkeypatch: pytest.MonkeyPatch,
     perturber: Perturber,
     grammar: Any = None,
-    unchanged_from: np.ndarray | None = None,
+    changed_tokens: np.ndarray | None = None,
     **changes: Any,
 ) -> Callable[[], Any]:
     """``GPUModelRunner.sample`` and ``Sampler`` of vLLM, with the parts that need a GPU left out."""
@@ -210,8 +217,8 @@ def step_of_vllm(
     runner.sample = MethodType(module.GPUModelRunner.sample, runner)
     perturbation = SimpleNamespace(perturber=perturber, output_layer=layer)
     vllm_sampler.sample = runners._sample_v2(vllm_sampler, perturbation)
-    unchanged_from = np.full(4, runners._NEVER) if unchanged_from is None else unchanged_from
-    runner.sample = runners._leave_logits_to_graph(runner, perturbation, layer, unchanged_from)
+    changed_tokens = np.full(4, runners._ALL) if changed_tokens is None else changed_tokens
+    runner.sample = runners._leave_logits_to_graph(runner, perturbation, layer, changed_tokens)
     slots = np.array([0, 1, 2])
     rows = torch.arange(ROWS)
     batch = SimpleNamespace(
@@ -269,12 +276,12 @@ def test_the_parameters_of_a_batch_are_read_again_when_it_changes(monkeypatch: p
 
 
 def test_the_step_after_the_last_min_tokens_is_drawn_from_hidden_states(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Row 1 has a minimum of tokens until position 12; the batch stays the same."""
+    """Row 1 has two min_tokens; the batch stays the same."""
     perturber = Perturber()
-    unchanged_from = np.array([10, 12, 10, runners._NEVER])
-    step = step_of_vllm(monkeypatch, perturber, unchanged_from=unchanged_from, processed=[1])
-    for position in (10, 11, 12, 13):
-        perturber.next_positions = np.array([position] * ROWS)
+    changed_tokens = np.array([0, 2, 0, runners._ALL])
+    step = step_of_vllm(monkeypatch, perturber, changed_tokens=changed_tokens, processed=[1])
+    for drawn in (0, 1, 2, 3):
+        perturber.drawn_tokens = np.array([drawn] * ROWS)
         step()
     assert perturber.drawn_from == ["logits"] * 2 + ["hidden states"] * 2
 
