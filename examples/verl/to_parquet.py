@@ -14,6 +14,10 @@ def rows(path: Path) -> list[dict]:
     """One row for each line with ``input`` and ``label``."""
     with path.open(encoding="utf-8") as lines:  # str.splitlines() would split at characters such as U+2028, too
         problems = [json.loads(line) for line in lines]
+    if any(one.get("tools") for one in problems):
+        raise SystemExit(
+            f"{path}: its rows have tools, and verl shows a prompt none. Write them into a system message."
+        )
     return [
         {
             "prompt": one["input"] if isinstance(one["input"], list) else [{"role": "user", "content": one["input"]}],

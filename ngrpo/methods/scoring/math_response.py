@@ -66,7 +66,7 @@ _UNIT_NAME = (
     r"(?:years?|months?|weeks?|days?|hours?|hrs?|minutes?|mins?|seconds?|secs?|miles?|yards?|feet|foot|ft|inch(?:es)?|in"
     r"|pounds?|lbs?|ounces?|oz|dollars?|cents?|kilograms?|kg|grams?|g|met(?:er|re)s?|m|centimet(?:er|re)s?|cm)"
 )
-AMOUNT = re.compile(rf"(\d+(?:\.\d+)?)\s*({_UNIT_NAME})\b")
+AMOUNT = re.compile(rf"(\d+(?:\.\d+)?)\s*({_UNIT_NAME})\b", re.I)
 """A number with its unit, of an amount in several units."""
 AMOUNTS = re.compile(rf"{AMOUNT.pattern}(?:,?\s+(?:and\s+)?{AMOUNT.pattern})+", re.I)
 """An amount in several units: "5 feet 6 inches", "2 hours and 15 minutes"."""

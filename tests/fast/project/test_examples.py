@@ -2,6 +2,7 @@
 """The examples that need no engine; the others run in tests/pipeline."""
 
 import dataclasses
+import runpy
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -163,3 +164,14 @@ def test_the_index_lists_every_recipe() -> None:
     assert not missing
     for path in (RECIPES / f"{name}.yaml" for name in PAPERS):
         assert f"ngrpo train --config examples/recipes/{path.name} \\\n" in path.read_text(), path
+
+
+def test_verls_reward_reads_each_form_of_reference_and_refuses_none() -> None:
+    pytest.importorskip("math_verify")
+    compute_score = runpy.run_path(str(EXAMPLES / "verl" / "math_score.py"))["compute_score"]
+    for reference in ("4", {"target": "4"}, ["4"], "2 + 2 = 4, so\n#### 4"):
+        assert compute_score("set", r"\boxed{4}", reference) == 1.0
+        assert compute_score("set", r"\boxed{5}", reference) == 0.0
+    for reference in (None, "", {"inputs": ["1"]}):
+        with pytest.raises(ValueError, match=r"set: reward_model\.ground_truth is .*math needs a reference"):
+            compute_score("set", r"\boxed{4}", reference)
