@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from enum import Enum
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from ngrpo.machine.upstream.openrlhf_flags import Flags
@@ -280,7 +281,7 @@ def rendered(tokenizer: Any, prompt: str | Messages, arguments: Mapping[str, Any
     for name in arguments.keys() - {TOOLS}:
         if name not in str(template):
             raise UsageError(f"{FLAG}: the chat template has no argument {name!r}.")
-    _check_bare(tokenizer, chat, arguments)
+    _check_bare(tokenizer, str(template), chat, arguments)
 
     text = _applied(tokenizer, messages, arguments)
     # A template shows tools, or calls, if the text changes with them.
@@ -297,20 +298,27 @@ def rendered(tokenizer: Any, prompt: str | Messages, arguments: Mapping[str, Any
     return text
 
 
-def _check_bare(tokenizer: object, chat: Messages, arguments: Mapping[str, Any]) -> None:
+def _check_bare(tokenizer: object, template: str, chat: Messages, arguments: Mapping[str, Any]) -> None:
     """Raises ``UsageError`` for a text that has the template's special tokens already, and would get them twice."""
-    texts = [message["content"] for message in chat if message["role"] != "assistant"]
-    special_tokens = getattr(tokenizer, "all_special_tokens", ())
-    used = [token for token in special_tokens for text in texts if isinstance(text, str) and token in text]
-    if not used:
-        return
-    of_template = _applied(tokenizer, [{"role": "user", "content": "x"}], arguments)
-    for token in used:
-        if token in of_template:
-            raise UsageError(
-                f"the prompt has {token} of the chat template already. Give the bare text, or leave the template out:"
-                f" {APPLY} in a training, {TEXT_FLAG} '{{}}' in ngrpo eval and ngrpo diagnose."
-            )
+    further = tuple((name, value) for name, value in arguments.items() if name != TOOLS)
+    for token in _special_tokens_of(tokenizer, template, further):
+        for message in chat:
+            text = message["content"]
+            if message["role"] != "assistant" and isinstance(text, str) and token in text:
+                raise UsageError(
+                    f"the prompt has {token} of the chat template already. Give the bare text, or leave the template"
+                    f" out: {APPLY} in a training, {TEXT_FLAG} '{{}}' in ngrpo eval and ngrpo diagnose."
+                )
+
+
+@lru_cache(maxsize=16)
+def _special_tokens_of(tokenizer: object, template: str, arguments: tuple[tuple[str, Any], ...]) -> list[str]:
+    """The special tokens that a chat template writes around a text. Kept, since every row of a dataset asks for them.
+
+    ``template`` is the tokenizer's present one, so that another one is asked anew.
+    """
+    text = _applied(tokenizer, [{"role": "user", "content": "x"}], dict(arguments))
+    return [token for token in getattr(tokenizer, "all_special_tokens", ()) if token in text]
 
 
 class _Attempt(NamedTuple):
