@@ -9,6 +9,7 @@ import pytest
 
 from ngrpo.commands.eval import run
 from ngrpo.workbench.evaluate import Sampling, evaluate, evaluation, load_task
+from perturbations import create
 from perturbations.errors import UsageError
 from tests.stack.harness import build_engine
 
@@ -155,7 +156,7 @@ def test_perturbed_only_when_asked(engine: Any, plain: Any, tmp_path: Path) -> N
     spec = {"name": "gaussian", "rate": 1.0, "sigma": 1.0}
     on = evaluate(engine, problems, out=tmp_path / "on", perturbation=spec, **settings())
     assert texts(tmp_path / "on") != texts(tmp_path / "off")
-    assert on["perturbation"] == spec
+    assert on["perturbation"] == create(**spec).spec()
     assert on["perturbed_rate"] > 0.5
     for sample, row in rows(tmp_path / "on").items():
         assert row["perturbed"] > 0 or row["tokens"] <= 1, sample

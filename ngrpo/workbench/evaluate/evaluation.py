@@ -23,6 +23,7 @@ from ngrpo.methods.scoring.reward_alarms import alarm_notes
 from ngrpo.methods.tasks import FULL_SCORE, check_problems, check_scorer, score
 from ngrpo.workbench.evaluate import engine as engines
 from ngrpo.workbench.statistics import mean_at_n, pass_at_k
+from perturbations import registry
 from perturbations.errors import UsageError
 from perturbations.seeds import trajectory_seed
 
@@ -86,6 +87,8 @@ def evaluate(
         engine_options = {**profile_for(hardware).engine_options, **(engine_options or {})}
     else:
         live, name = model, str(model.llm_engine.model_config.model)
+    if perturbation is not None:
+        perturbation = registry.create(**perturbation).spec()  # with the text of its file, if it is the user's
     ks = checked_ks(k, n)
     check_problems(problems)
     if live and policy.specs:
@@ -101,7 +104,7 @@ def evaluate(
         **_scorers(problems),
         "n": n,
         "sampling": asdict(sampling),
-        "perturbation": None if perturbation is None else dict(perturbation),
+        "perturbation": perturbation,
         **policy.described(),
     }
     with ResultFolder.opened(Path(out), report) as folder:

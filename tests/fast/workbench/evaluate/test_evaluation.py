@@ -254,6 +254,19 @@ def test_another_helper_of_a_scorer_is_another_scorer(llm: MadeUp, tmp_path: Pat
         evaluate(llm, scored_by(scorer), out=tmp_path / "out", n=1)
 
 
+def test_another_text_of_a_perturbation_is_another_perturbation(llm: MadeUp, tmp_path: Path) -> None:
+    own = tmp_path / "own.py"
+    own.write_text(
+        "from perturbations.methods.gaussian import Gaussian\n\n\nclass Own(Gaussian):\n    paper = 'mine'\n"
+    )
+    spec = {"name": str(own), "rate": 0.5}
+    evaluate(llm, PROBLEMS, out=tmp_path / "out", n=1, perturbation=spec)
+    evaluate(llm, PROBLEMS, out=tmp_path / "out", n=1, perturbation=spec)
+    own.write_text(own.read_text().replace("mine", "mine, changed"))
+    with pytest.raises(UsageError, match=r"other settings \(perturbation was"):
+        evaluate(llm, PROBLEMS, out=tmp_path / "out", n=1, perturbation=spec)
+
+
 def test_another_k_of_a_finished_evaluation_needs_no_samples(llm: MadeUp, tmp_path: Path) -> None:
     evaluate(llm, PROBLEMS, out=tmp_path, n=3)
     assert llm.generated == 6
