@@ -145,9 +145,15 @@ def parse_arms(
     arms = _with_swept_options(named_arms, swept_options) + line_arms
     if not arms:
         raise UsageError("no arm is given: name some with --perturbations none,neighbor (see: ngrpo list).")
+    if bases and "base" in swept_flags:
+        raise UsageError("--base and --sweep base set the same. Give one of them.")
     if bases:
-        swept_flags.setdefault("base", list(bases))
+        swept_flags["base"] = list(bases)
     for key, values in swept_flags.items():
+        if all(key in arm.training for arm in arms):
+            raise UsageError(
+                f"the sweep over {key}: every arm has its own value. Leave the sweep out, or those values."
+            )
         arms = _with_swept_flag(arms, key, values)
     return _checked(arms)
 

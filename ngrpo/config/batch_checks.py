@@ -33,7 +33,7 @@ def check_batches(args: placement.Args) -> None:
         raise UsageError(
             f"{responses} responses of a step (--rollout.batch_size {prompts} ×"
             f" --rollout.n_samples_per_prompt {responses_per_prompt}) do not divide over the ranks"
-            f" ({', '.join(f'{role} {groups}' for role, groups in placement.rank_groups(args).items())}) in"
+            f" ({_ranks(args)}) in"
             f" micro-batches of {args['rollout.micro_batch_size']} (--rollout.micro_batch_size) and"
             f" {args['train.micro_batch_size']} (--train.micro_batch_size), so ranks would wait forever. Change one."
         )
@@ -200,9 +200,14 @@ def check_rows(flags: Flags) -> str | None:
         fix = f"a smaller --rollout.batch_size than {prompts}, or more rows" if fitting == 0 else f"{_ROWS} {fitting}"
         raise UsageError(
             f"the last step of {rows} rows has {rows % prompts} prompts × {responses_per_prompt} responses, which do"
-            f" not divide over {placement.rank_groups(args)['actor']} ranks: it would hang. Fix: {fix}."
+            f" not divide over the ranks ({_ranks(args)}): it would hang. Fix: {fix}."
         )
     return None
+
+
+def _ranks(args: placement.Args) -> str:
+    """The number of ranks in each role, in words."""
+    return ", ".join(f"{role} {groups}" for role, groups in placement.rank_groups(args).items())
 
 
 def few_rows_notes(flags: Flags) -> list[str]:
@@ -285,7 +290,7 @@ def last_step_notes(flags: Flags) -> list[str]:
     if not notes and _ROWS in flags.added:
         notes.append(
             f"{_ROWS} {flags.value(_ROWS)} is added, since the last step of a pass would hang with responses that do"
-            f" not divide over {placement.rank_groups(args)['actor']} ranks."
+            f" not divide over the ranks ({_ranks(args)})."
         )
     if args["algo.dynamic_filtering_enable"] and _may_hang(args):
         notes.append(

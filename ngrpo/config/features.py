@@ -470,8 +470,9 @@ _CRITIC_OF_ESTIMATOR = both(
 
 @partial(Feature, "a critic")
 def critic(combination: Combination) -> str:
-    has_critic = _CRITIC.shown(combination) or _CRITIC_OF_ESTIMATOR.shown(combination)
-    return "a critic (algorithm.adv_estimator=gae)" if has_critic else ""
+    if _CRITIC.shown(combination):
+        return "a critic (critic.enable=True)"
+    return "a critic (algorithm.adv_estimator=gae)" if _CRITIC_OF_ESTIMATOR.shown(combination) else ""
 
 
 VERL_ENGINES = tuple(

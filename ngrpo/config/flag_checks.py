@@ -55,7 +55,8 @@ def check(flags: Flags) -> None:
         must_be = _violated_rule(flag, flags)
         if must_be:
             as_written = f"{flag.name} {' '.join(flag.values)}".rstrip()
-            raise UsageError(f"{as_written}: must be {must_be}.")
+            end = "" if must_be.endswith("?") else "."
+            raise UsageError(f"{as_written}: must be {must_be}{end}")
 
 
 def _violated_rule(flag: Flag, flags: Flags) -> str:
@@ -98,7 +99,8 @@ def _violated_choice(name: str, value: str) -> str:
         return ""
     if name == _ATTENTION and "/" in value:  # transformers loads OWNER/NAME, a kernel, from the hub
         return ""
-    return f"one of {', '.join(choices)}.{nearest(value, choices)}".rstrip(".")
+    hint = nearest(value, choices)
+    return f"one of {', '.join(choices)}" + (f".{hint}" if hint else "")
 
 
 def check_evaluated(flags: Flags, run: RunConfig) -> None:

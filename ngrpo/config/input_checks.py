@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks of what a run reads, OpenRLHF's datasets and the model, before any model loads."""
 
-import os
 import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -14,7 +13,7 @@ from ngrpo.config import dataset_file, lora_check, second_round_check
 from ngrpo.config.dataset_file import CHECKED_ROWS, ColumnNames, DatasetFile, Example
 from ngrpo.config.feature_kinds import MODEL
 from ngrpo.config.run import RunConfig
-from ngrpo.machine.models import architecture, conversation, packaged
+from ngrpo.machine.models import architecture, context, conversation, packaged
 from ngrpo.machine.models.conversation import TOOLS, ValueKind
 from ngrpo.machine.storage.datafiles import ENDINGS, label_of, read_rows
 from ngrpo.machine.storage.result_folder import read_json
@@ -245,8 +244,6 @@ def _folder_error(subject: str, flag: str, folder: Path) -> UsageError:
 # --- models -----------------------------------------------------------------------------------------
 
 _LENGTH = "--data.max_len"
-# Where a config.json has the longest context, by vLLM 0.26 to 0.31.
-_CONTEXT = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_sequence_length")
 _TOKENIZERS = ("tokenizer*", "tekken*", "*.model", "vocab*", "*.tiktoken")
 
 
@@ -363,25 +360,11 @@ def _check_generation_config(path: Path) -> None:
 
 def _check_context(model: str, config: Mapping[str, Any], longest: int) -> None:
     """Raises ``UsageError`` where the longest sequence of the run exceeds the model's context."""
-    if os.environ.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "").strip().lower() in ("1", "true"):
-        return
-    text_config = config.get("text_config")
-    if not isinstance(text_config, Mapping):
-        text_config = config
-    limits = [text_config[key] for key in _CONTEXT if isinstance(text_config.get(key), int)]
-    if limits and longest > min(limits) and not _scales_positions(text_config):
+    limit = context.context_of(config)
+    if limit is not None and longest > limit:
         raise UsageError(
-            f"{_LENGTH} {longest}: the model {model} has a context of {min(limits)} tokens. Give {_LENGTH}"
-            f" {min(limits)} or less."
+            f"{_LENGTH} {longest}: the model {model} has a context of {limit} tokens. Give {_LENGTH} {limit} or less."
         )
-
-
-def _scales_positions(text_config: Mapping[str, Any]) -> bool:
-    """Whether a scaling of the positions makes the context longer than the config.json says."""
-    scaling = text_config.get("rope_scaling") or text_config.get("rope_parameters") or {}
-    kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    has_scaling_per_layer = any(isinstance(value, Mapping) for value in scaling.values())
-    return kind not in ("default", "llama3") or has_scaling_per_layer
 
 
 def _weight_files(folder: Path, *, model: str) -> list[Path]:

@@ -192,8 +192,8 @@ MUTATIONS = {
         ),
         ('settings["digest"] = digest(problems)', "pass", "rescored: the digest of the old scorer"),
         (
-            "isinstance(limit, int) and length > limit",
-            "isinstance(limit, int) and length >= limit",
+            "limit is not None and length > limit",
+            "limit is not None and length >= limit",
             "evaluation: exactly the context",
         ),
     ],

@@ -105,7 +105,7 @@ VERL = (
         what=features.critic,
         conflicts_with=features.IN_ENGINE,
         why="its values are not replayed",
-        fix="use an estimator without one, such as grpo",
+        fix="leave critic.enable=True out, and use an estimator without a critic, such as grpo",
     ),
     Row(
         what=features.PARAMETERS,

@@ -153,9 +153,10 @@ def check_memory(args: Args, machine: Machine | None) -> str | None:
     limit = memory_limit()
     if needed > limit:
         switches = ("ds.adam_offload", "ds.enable_sleep", "vllm.enable_sleep", "train.enable_ema")
+        switches += ("ref.offload", "reward.offload")
         given_switches = ", ".join(f"--{name}" for name in switches if args[name])
         raise UsageError(
-            f"{given_switches} takes {needed / GIB:.0f} GiB of the host's memory, and its processes may have"
+            f"{given_switches}: the run takes {needed / GIB:.0f} GiB of the host's memory, and its processes may have"
             f" {limit / GIB:.0f} GiB. Fix: more memory (a job's or a container's limit counts), more GPUs, or a smaller"
             " model."
         )

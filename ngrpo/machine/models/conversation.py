@@ -232,7 +232,9 @@ def template_arguments(text: str | None) -> dict[str, Any]:
         try:
             arguments[name] = yaml.safe_load(value)
         except yaml.YAMLError:
-            raise UsageError(f"{FLAG} {text}: {value!r} must be true, false, a number or a word.") from None
+            arguments[name] = []
+        if isinstance(arguments[name], (list, dict)):
+            raise UsageError(f"{FLAG} {text}: {value!r} must be true, false, a number or a word.")
     return arguments
 
 

@@ -294,7 +294,10 @@ def read_yaml(path: str, *, flag: str, example: str) -> dict[str, Any]:
     import yaml
 
     class Loader(yaml.SafeLoader):
-        """YAML's own loader keeps the last of two equal keys silently, and reads 010 as 8, 1:30 as 90, 2_0 as 20."""
+        """Refuses a key given twice, and reads 010, 1:30 and 2_0 as texts.
+
+        YAML's own loader keeps the last of two equal keys, and reads 8, 90 and 20.
+        """
 
         def construct_yaml_int(self, node: yaml.ScalarNode) -> Any:
             return int(node.value) if _WHOLE_NUMBER.fullmatch(node.value) else node.value

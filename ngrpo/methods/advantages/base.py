@@ -179,8 +179,12 @@ class AnnealedK(Advantage):
 
     k: int = option(4, "responses of which the best counts", low=1)
     k_end: int | None = option(None, "k at the end; none for the same k throughout", low=1)
-    k_steps: int = option(100, "training steps from k to k_end", low=1)
-    k_change: str = option("switch", "k until then and k_end from there on, or evenly", choices=("switch", "linear"))
+    k_steps: int = option(100, "the training step from which k is k_end", low=1)
+    k_change: str = option(
+        "switch",
+        "switch: k until step k_steps, then k_end; linear: evenly from k to k_end",
+        choices=("switch", "linear"),
+    )
 
     def at_step(self, step: int) -> AnnealedK:
         if self.k_end is None:

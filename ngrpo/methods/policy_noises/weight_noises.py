@@ -81,7 +81,9 @@ class AQN(PolicyNoise):
     end: float = option(5e-4, "σ_e, towards which σ falls", above=0.0)
     stages: int = option(10, "K, equal parts of the run; the first is without noise", low=3)
     form: str = option(
-        "paper", "the exponent: paper's, with a last stage above σ_e, or released", choices=("paper", "released")
+        "paper",
+        "the exponent: (k - 1) / (K - 1) as in the paper, so that the last stage is above σ_e, or as released",
+        choices=("paper", "released"),
     )
     steps: int | None = option(None, "training steps that the stages divide; none for those of the run", low=1)
 

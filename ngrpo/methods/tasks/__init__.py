@@ -209,7 +209,7 @@ def score(problem: Problem, text: str, *, prompt: str | None = None, end: str = 
         ) from fault
     # OpenRLHF takes the reward for the score where a reward function returns no score, or None.
     score_of_response = result["rewards"] if result.get("scores") is None else result["scores"]
-    return Verdict.of(score_of_response >= FULL_SCORE, last_statement(text), result["rewards"])
+    return Verdict.of(score_of_response >= FULL_SCORE, last_statement(response), result["rewards"])
 
 
 def check_problems(problems: Sequence[Problem]) -> None:

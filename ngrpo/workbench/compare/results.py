@@ -145,10 +145,10 @@ def unlike_conditions(runs: Sequence[Mapping[str, Any]]) -> list[str]:
         for run in runs:
             if run["status"] == "done" and run.get(key):
                 conditions.setdefault(run["seed"], set()).add(run[key])
-        for seed, found in conditions.items():
-            if len(found) > 1:
+        for seed, values in conditions.items():
+            if len(values) > 1:
                 warnings.append(
-                    f"seed {seed}: its runs differ in the {what} ({', '.join(sorted(found))}), and not only in their"
+                    f"seed {seed}: its runs differ in the {what} ({', '.join(sorted(values))}), and not only in their"
                     " arms. To run them alike, give --out another folder."
                 )
     return warnings

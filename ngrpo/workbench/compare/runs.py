@@ -144,8 +144,10 @@ def is_evaluated(plan: Plan, model: str, folder: ComparisonFolder, path: Path) -
 
 
 def status(plan: Plan, run: Run, folder: ComparisonFolder) -> dict[str, Any]:
-    """The content of a run's ``run.json``; only ``status`` for a run that is ``pending``: it is unfinished or lacks
-    a file, or ``other``: one with another identity has finished under the same name.
+    """The content of a run's ``run.json``; for a run that has to be trained, or must not be, only ``status``.
+
+    ``pending``: the run is unfinished, or lacks a file. ``other``: a run with another identity has finished under its
+    name.
     """
     record = folder.read(f"runs/{run.id}/run.json") or {}
     is_done = record.get("status") == "done"

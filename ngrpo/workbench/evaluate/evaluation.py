@@ -12,7 +12,7 @@ from typing import Any
 
 from ngrpo.machine.console import Report, span
 from ngrpo.machine.hardware import profile_for
-from ngrpo.machine.models import packaged
+from ngrpo.machine.models import architecture, context, packaged
 from ngrpo.machine.storage.datafiles import contents
 from ngrpo.machine.storage.result_folder import SETTINGS, ResultFolder
 from ngrpo.machine.upstream.types import LLM, TokenizerLike
@@ -107,7 +107,7 @@ def evaluate(
         "perturbation": perturbation,
         **policy.described(),
     }
-    with ResultFolder.opened(Path(out), report) as folder:
+    with ResultFolder.opened(Path(out).expanduser(), report) as folder:
         folder.claim(settings)
         if not (folder.path / PROBLEMS).exists():
             folder.write_lines(PROBLEMS, map(asdict, problems))
@@ -176,11 +176,10 @@ def evaluate(
 
 def _checked_length(model: str, longest_prompt: int, sampling: engines.Sampling) -> int:
     """The positions that the longest prompt and its response take; UsageError where the model has fewer."""
-    from transformers import AutoConfig
-
     length = longest_prompt + sampling.max_tokens
-    limit = getattr(AutoConfig.from_pretrained(model), "max_position_embeddings", None)
-    if isinstance(limit, int) and length > limit:
+    path = architecture.find_config(model)
+    limit = None if path is None else context.context_of(architecture.read_config(path))
+    if limit is not None and length > limit:
         room = limit - longest_prompt
         fix = f"Use at most --max-tokens {room}." if room > 0 else "Leave that problem out, or use another model."
         raise UsageError(
@@ -248,7 +247,7 @@ def rescore(
     Raises:
         UsageError: for a folder without an evaluation, or a bad scorer.
     """
-    path = Path(folder)
+    path = Path(folder).expanduser()
     for name in (SETTINGS, PROBLEMS):
         if not (path / name).is_file():
             raise UsageError(f"--rescore {folder}: no {name} there. Give the --out folder of an evaluation.")

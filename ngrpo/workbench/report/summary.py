@@ -22,7 +22,7 @@ from ngrpo.workbench.report.values import first_and_last
 from perturbations import registry
 from perturbations.errors import UsageError
 
-NO_STEP = "no training step was logged: are there fewer prompts than --rollout.batch_size?"
+NO_STEP = "no training step was logged: the training's output says why (docs/troubleshooting.md)."
 ALL_FILTERED = (
     "no training step was logged: all prompts were filtered out, because the mean score of every group was outside"
     " --algo.dynamic_filtering_range."
@@ -281,8 +281,8 @@ def _words(spec: Mapping[str, Any]) -> str:
 def _figures(rows: list[dict[str, float]], evaluation: Series) -> list[str]:
     lines = [f"reward        {rows[0]['reward']:.3f} → {rows[-1]['reward']:.3f}"]
     pass_1 = sorted(tag for tag in evaluation if tag.endswith("_pass1"))  # step 0 is before the training
-    if pass_1:
-        lines.append(f"evaluation    {first_and_last(evaluation[pass_1[0]])}, {pass_1[0].rpartition('/')[2]}")
+    for tag in pass_1:
+        lines.append(f"evaluation    {first_and_last(evaluation[tag])}, {tag.rpartition('/')[2]}")
     if any("trained_groups" in row for row in rows):
         groups, responses, updates = (_total(rows, key) for key in _TRAINED)
         lines.append(f"trained       {groups:g} groups, {responses:g} responses, {updates:g} optimizer steps")

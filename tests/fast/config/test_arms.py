@@ -117,3 +117,15 @@ def test_a_perturbation_that_breaks_its_contract_is_refused_at_once(tmp_path: Pa
     (tmp_path / "x.py").write_text(DAMP + "    def propose(self):\n        return None\n")
     with pytest.raises(UsageError, match=r"'x.py:Damp' breaks its contract: .*takes 1 positional argument but 2"):
         parse_arms(f"{tmp_path}/x.py:Damp")
+
+
+def test_a_setting_is_swept_by_one_flag() -> None:
+    with pytest.raises(UsageError, match="--base and --sweep base set the same"):
+        parse_arms("none", ["base=grpo,gspo"], bases=["dapo"], training=True)
+
+
+def test_a_sweep_over_what_every_arm_sets_is_refused() -> None:
+    lines = ["none --rollout.temperature=0.7", "neighbor --rollout.temperature=0.8"]
+    with pytest.raises(UsageError, match=r"the sweep over rollout\.temperature: every arm has its own value"):
+        parse_arms(None, ["rollout.temperature=1,1.2"], lines, training=True)
+    assert len(parse_arms("none", ["rollout.temperature=1,1.2"], lines[1:], training=True)) == 3

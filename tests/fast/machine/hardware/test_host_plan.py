@@ -109,7 +109,7 @@ def test_an_offload_beyond_the_hosts_memory_is_refused(monkeypatch: pytest.Monke
     more = "--actor.model_name_or_path deepseek-ai/DeepSeek-R1-Distill-Qwen-7B --ds.adam_offload --vllm.enable_sleep"
     args = args_of(f"{more} --train.colocate_all --ref.num_gpus_per_node 1")
     assert host_plan.about_memory(args, card).startswith("165 GiB of the host's memory")
-    told = r"^--ds.adam_offload, --vllm.enable_sleep takes 165 GiB of the host's memory, .* may have 4 GiB\. Fix: "
+    told = r"^--ds.adam_offload, --vllm.enable_sleep: the run takes 165 GiB of the host's memory, .* may have 4 GiB"
     with pytest.raises(UsageError, match=told):
         host_plan.check_memory(args, card)
     assert host_plan.check_memory(args_of(), card) is None

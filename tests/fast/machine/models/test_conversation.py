@@ -159,6 +159,7 @@ def test_what_cannot_be_rendered_is_refused_by_row(
     [
         ("enable_thinking", "such as enable_thinking=false"),
         ("tools=none", "the chat template's own arguments"),
+        ("style=[1]", r"'\[1\]' must be true, false, a number or a word"),
         ("a=1,a=2", "each once"),
         ("a=[", "must be true, false, a number or a word"),
         ("effort=low", "the chat template has no argument 'effort'"),

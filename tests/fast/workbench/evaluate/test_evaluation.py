@@ -17,7 +17,7 @@ from ngrpo.machine.models import packaged
 from ngrpo.machine.storage.result_folder import read_json
 from ngrpo.machine.upstream import versions
 from ngrpo.methods.scoring import reward_calls
-from ngrpo.workbench.evaluate import Problem, Sampling, evaluate, evaluation, rescore
+from ngrpo.workbench.evaluate import Problem, Sampling, evaluate, evaluation, rescore, score
 from ngrpo.workbench.evaluate import engine as engines
 from ngrpo.workbench.evaluate.engine import Generated
 from perturbations.errors import UsageError
@@ -537,3 +537,11 @@ def test_bad_sampling(name: str, value: float) -> None:
 def test_bad_words(words: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         run(words.split(), report=print)
+
+
+def test_an_answer_within_thinking_is_none_for_a_reward_file_too(tmp_path: Path) -> None:
+    scorer = tmp_path / "reward.py"
+    scorer.write_text(ALWAYS_RIGHT)
+    problem = replace(PROBLEMS[0], scorer=str(scorer))
+    assert score(problem, "The answer is 2.", prompt="1 + 1?").extracted == "2"
+    assert score(problem, "The answer is 2.", prompt="1 + 1?<think>").extracted is None

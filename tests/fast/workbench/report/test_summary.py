@@ -176,7 +176,7 @@ def test_a_run_of_an_earlier_release_is_resumed_with_its_logs(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("flags", "reason"),
     [
-        ([], "are there fewer prompts"),
+        ([], "the training's output says why"),
         (["--algo.dynamic_filtering_enable"], "all prompts were filtered out"),
     ],
 )
