@@ -133,9 +133,9 @@ class Advantage(Options, ABC):
             raise UsageError(f"advantage {self.name}: a reward of {float(rewards[0]):g} is {fault}")
 
     def largest(self, size: int) -> float:
-        """A bound of |A| among ``size`` compared responses, or 0 where |A| is never above 10, at which OpenRLHF clips.
+        """A bound of |A| among ``size`` compared responses; a start widens OpenRLHF's clip of 10 to a larger one.
 
-        Where the bound is above 10, a start widens the clip to it.
+        0 leaves the clip as it is.
         """
         return 0.0
 
