@@ -6,6 +6,7 @@ Needs an environment with verl: `make test-verl`.
 
 import re
 import shlex
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -208,6 +209,7 @@ def test_a_start_of_another_trainer() -> None:
 def test_rows_with_another_agent_loop_are_refused() -> None:
     from datasets import Dataset
 
+    import_module("verl.trainer.ppo.v1")  # its trainer registers ours, so in every start it is imported first
     from ngrpo.trainers.verl.perturbed_trainer import check_agents
 
     check_agents(None, "train_files")
