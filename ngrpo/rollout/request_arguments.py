@@ -160,14 +160,14 @@ def checked_request(
 ) -> Any:
     """vLLM's ``process_inputs``: a wrong argument is an error in the caller's process, and of the caller."""
     try:
-        is_perturbed = read(self.vllm_config.additional_config) is not None
-        if not is_perturbed and isinstance(request_arguments(params), str):  # a server passes them on as text
+        is_of_server = isinstance(request_arguments(params), str)  # which passes arguments on as text
+        if is_of_server and read(self.vllm_config.additional_config) is None:
             raise UsageError(
                 "the request has a perturbation, and this server has none, so that it would ignore the request's. Leave"
                 """ it out, or start the server with --additional-config '{"perturbation": {"name": "neighbor"}}'."""
             )
         params = checked(params, self.model_config)
-        if named.get("resumable") and is_perturbed:
+        if named.get("resumable") and read(self.vllm_config.additional_config) is not None:
             raise UsageError("a perturbed engine takes no prompts that arrive in parts. Give the whole prompt.")
     except UsageError as error:
         # vLLM's server returns status 400 for errors of its own class only, which not all releases have.

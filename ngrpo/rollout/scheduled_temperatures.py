@@ -40,7 +40,7 @@ class ScheduledTemperatures:
         self._numbers_and_counts = self._upload(self._store.numbers_and_counts[slots].T)
 
     def factor(self, batch: Batch, scaled: Tensor, temperature: Tensor, greedy: Tensor | None) -> Tensor | None:
-        """The factor of each temperature (B,), 1 where no schedule applies; None where it applies to no row.
+        """The factor of each temperature (B,), 1 where no schedule applies; None for a schedule of whole steps.
 
         ``greedy``: argmax tokens for greedy rows and -1 elsewhere, (B,) int64; None where no row is greedy.
         """

@@ -38,6 +38,8 @@ SAMPLING_SCHEDULE = "sampling_schedule"
 # reaches the caller; it would be lost where an engine in a process of its own ends during its start.
 DEFERRED_CHECK = "deferred_check"
 
+_PERTURBATION = "a dictionary with a 'name', for example {'name': 'neighbor', 'rate': 0.1, 'k': 3}"
+
 
 def read(additional_config: object) -> Perturbation | None:
     """The engine's perturbation; ``none`` if only seeded draws are requested; None for an engine that stays vLLM's."""
@@ -51,8 +53,7 @@ def read(additional_config: object) -> Perturbation | None:
     spec = config.get(KEY)
     if spec is None:
         return registry.create("none") if seeded else None
-    expected = "a dictionary with a 'name', for example {'name': 'neighbor', 'rate': 0.1, 'k': 3}"
-    perturbation = registry.create(**_named(KEY, spec, expected))
+    perturbation = registry.create(**named(f"additional_config[{KEY!r}]", spec))
     return perturbation if perturbation.active or seeded else None
 
 
@@ -76,7 +77,7 @@ def read_schedule(additional_config: object) -> SamplingSchedule | None:
         f"a dictionary with a 'name' ({names} or ./file.py:Name) and options, for example"
         " {'name': 'ead', 'tau_max': 1.2}"
     )
-    return sampling_schedules.create(**_named(SAMPLING_SCHEDULE, spec, expected))
+    return sampling_schedules.create(**named(f"additional_config[{SAMPLING_SCHEDULE!r}]", spec, expected))
 
 
 def read_buffer(additional_config: object) -> ReplayBuffer:
@@ -86,7 +87,7 @@ def read_buffer(additional_config: object) -> ReplayBuffer:
         spec = {"name": spec or "memory"}
     names = ", ".join(registry.buffers.available())
     expected = f"a name ({names} or ./file.py:Name), or a dictionary with a 'name' and options"
-    return registry.buffers.create(**_named(REPLAY_BUFFER, spec, expected))
+    return registry.buffers.create(**named(f"additional_config[{REPLAY_BUFFER!r}]", spec, expected))
 
 
 def _dictionary(additional_config: object) -> dict[str, Any]:
@@ -94,10 +95,10 @@ def _dictionary(additional_config: object) -> dict[str, Any]:
     return additional_config if isinstance(additional_config, dict) else {}
 
 
-def _named(key: str, spec: object, expected: str) -> dict[str, Any]:
-    """The entry of a key, a dictionary with a name; UsageError for another one, with what is expected of it."""
-    if not isinstance(spec, dict) or not isinstance(spec.get("name"), str):
-        raise UsageError(f"additional_config[{key!r}]={spec!r}: must be {expected}.")
+def named(where: str, spec: object, expected: str = _PERTURBATION) -> Mapping[str, Any]:
+    """A spec, a dictionary with a name; UsageError for another value, with its place and what is expected there."""
+    if not isinstance(spec, Mapping) or not isinstance(spec.get("name"), str):
+        raise UsageError(f"{where}={spec!r}: must be {expected}.")
     return spec
 
 

@@ -63,6 +63,7 @@ def available(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
+# Graphs whose capture failed. PyTorch 2.11's allocator of pinned memory goes on asking them, so they must stay.
 _failed_captures: list[torch.cuda.CUDAGraph] = []
 
 
@@ -107,7 +108,7 @@ class CudaGraph:
 
         The end of an invalid capture fails too, with an error that does not say what was not permitted. PyTorch 2.11
         then leaves its allocator in the state of a capture (mended by pytorch#180395), in which the next
-        ``torch.cuda.empty_cache()`` fails. Its allocator of pinned memory goes on asking the graph, which must stay.
+        ``torch.cuda.empty_cache()`` fails.
         """
         try:
             self._graph.capture_end()

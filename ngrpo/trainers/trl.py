@@ -65,12 +65,7 @@ class PerturbedGRPOTrainer(GRPOTrainer):
         **kwargs: object,
     ) -> None:
         _check_release()
-        if not isinstance(perturbation, Mapping) or not isinstance(perturbation.get("name"), str):
-            raise UsageError(
-                f"perturbation={perturbation!r}: must be a dictionary with a 'name', for example"
-                " {'name': 'neighbor', 'rate': 0.1}; {'name': 'none'} for none."
-            )
-        self._perturbation = registry.create(**perturbation)
+        self._perturbation = registry.create(**settings.named("perturbation", perturbation))
         arguments = inspect.signature(GRPOTrainer).bind(*args, **kwargs).arguments
         config = arguments.get("args")
         combination = Combination(

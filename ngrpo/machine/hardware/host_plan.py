@@ -19,6 +19,11 @@ _CGROUPS = Path("/sys/fs/cgroup")
 _OWN_CGROUP = Path("/proc/self/cgroup")
 _SHARED = Path("/dev/shm")
 _LEAST_SHARED = GIB  # what NVIDIA's page on NCCL in Docker names
+# OpenRLHF's switches that move something into the host's memory.
+_IN_HOST_MEMORY = (
+    *("ds.adam_offload", "ds.enable_sleep", "vllm.enable_sleep", "train.enable_ema"),
+    *("ref.offload", "reward.offload"),
+)
 _ELSEWHERE = "not checked: it is planned for another machine."
 
 
@@ -152,9 +157,7 @@ def check_memory(args: Args, machine: Machine | None) -> str | None:
     needed = host_bytes(args, machine.memory)
     limit = memory_limit()
     if needed > limit:
-        switches = ("ds.adam_offload", "ds.enable_sleep", "vllm.enable_sleep", "train.enable_ema")
-        switches += ("ref.offload", "reward.offload")
-        given_switches = ", ".join(f"--{name}" for name in switches if args[name])
+        given_switches = ", ".join(f"--{name}" for name in _IN_HOST_MEMORY if args[name])
         raise UsageError(
             f"{given_switches}: the run takes {needed / GIB:.0f} GiB of the host's memory, and its processes may have"
             f" {limit / GIB:.0f} GiB. Fix: more memory (a job's or a container's limit counts), more GPUs, or a smaller"

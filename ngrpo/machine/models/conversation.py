@@ -229,12 +229,13 @@ def template_arguments(text: str | None) -> dict[str, Any]:
             raise UsageError(
                 f"{FLAG} {text}: must be the chat template's own arguments, each once, such as enable_thinking=false."
             )
+        other_form = UsageError(f"{FLAG} {text}: {value!r} must be true, false, a number or a word.")
         try:
             arguments[name] = yaml.safe_load(value)
         except yaml.YAMLError:
-            arguments[name] = []
+            raise other_form from None
         if isinstance(arguments[name], (list, dict)):
-            raise UsageError(f"{FLAG} {text}: {value!r} must be true, false, a number or a word.")
+            raise other_form
     return arguments
 
 

@@ -62,22 +62,30 @@ def _imported_beside(path: Path) -> set[Path]:
     found: set[Path] = set()
     unread = [path] if path.suffix == ".py" else []
     while unread:
-        modules: list[str] = []
+        packages: list[str] = []
         with suppress(OSError, SyntaxError, ValueError):  # what is no Python fails where it is run
             for node in ast.walk(ast.parse(unread.pop().read_bytes())):
-                if isinstance(node, ast.Import):
-                    modules += [alias.name for alias in node.names]
-                elif isinstance(node, ast.ImportFrom):
-                    modules.append(node.module or "")
-        for module in modules:
-            file = path.with_name(f"{module.partition('.')[0]}.py")
-            if module and file.is_file() and file not in found | {path}:
+                packages += imported(node)
+        for package in packages:
+            file = path.with_name(f"{package}.py")
+            if file.is_file() and file not in found | {path}:
                 found.add(file)
                 unread.append(file)
     return found
 
 
+def imported(statement: ast.AST) -> list[str]:
+    """The packages that a statement imports by their full names; none for another statement."""
+    modules: list[str] = []
+    if isinstance(statement, ast.Import):
+        modules = [alias.name for alias in statement.names]
+    elif isinstance(statement, ast.ImportFrom) and not statement.level:
+        modules = [statement.module or ""]
+    return [module.partition(".")[0] for module in modules]
+
+
 def _digest_now(path: Path) -> str:
+    """The digest of a file as it is now."""
     state = path.stat()
     return _digest(path.absolute(), state.st_mtime_ns, state.st_size)
 

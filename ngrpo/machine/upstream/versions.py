@@ -137,12 +137,22 @@ def conditions(model_runner: str | None = None) -> Conditions:
     return {"versions": recorded_versions(model_runner), "machine": machine()}
 
 
-def differing(conditions: Iterable[Conditions]) -> list[str]:
-    """What several :func:`conditions` differ in, with the values: ``["vllm (0.28.0, 0.29.0)"]``."""
-    named = [{**recorded["versions"], "processor": recorded["machine"]["cpu"]} for recorded in conditions]
-    names = dict.fromkeys(name for values in named for name in values)
-    distinct = {name: dict.fromkeys(values[name] for values in named if values.get(name)) for name in names}
-    return [f"{name} ({', '.join(values)})" for name, values in distinct.items() if len(values) > 1]
+def differing(settings: Iterable[Mapping[str, str | None]]) -> list[str]:
+    """What several settings differ in, by name, with the values: ``["vllm (0.28.0, 0.29.0)"]``.
+
+    A setting that one of them lacks is no difference.
+    """
+    values_by_name: dict[str, set[str]] = {}
+    for named in settings:
+        for name, value in named.items():
+            if value:
+                values_by_name.setdefault(name, set()).add(value)
+    return [f"{name} ({', '.join(sorted(values))})" for name, values in values_by_name.items() if len(values) > 1]
+
+
+def differing_conditions(conditions: Iterable[Conditions]) -> list[str]:
+    """What several :func:`conditions` differ in: releases, the code, or the processor."""
+    return differing({**recorded["versions"], "processor": recorded["machine"]["cpu"]} for recorded in conditions)
 
 
 def processor() -> str:

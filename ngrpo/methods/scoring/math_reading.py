@@ -133,7 +133,11 @@ def read(text: str, finished: bool = False) -> Answer | None:
         form = sign.join((str(int(day)), str(int(month)), year))
         return Answer(words=(form,), label=label, form=form)
     if AMOUNTS.fullmatch(plain):
-        form = " ".join(f"{number} {_unit_name(unit.lower())}" for number, unit in AMOUNT.findall(plain))
+        amounts = []
+        for number, unit_name in AMOUNT.findall(plain):
+            singular = _singular(unit_name.lower())
+            amounts.append(f"{number} {_UNITS.get(singular, singular)}")
+        form = " ".join(amounts)
         return Answer(words=(form,), label=label, form=form)
     if _is_words(text, plain):
         words = _words(plain)
@@ -193,7 +197,7 @@ def _without_unit(text: str, unit: tuple[str, int] | None) -> tuple[str, tuple[s
             name = name.removeprefix(word)
             power = its_power
     parts = re.split(r"\s*/\s*|\s+per\s+", name)
-    name = "/".join(part if part in _UNITS else part.removesuffix("s") for part in parts)
+    name = "/".join(map(_singular, parts))
     is_product = match["attached"] or (match["words"] and _PRODUCT.fullmatch(match["words"]))
     if is_product and name not in _UNITS:
         return text, unit
@@ -202,10 +206,9 @@ def _without_unit(text: str, unit: tuple[str, int] | None) -> tuple[str, tuple[s
     return text[: match.start()], unit  # a word that is no known unit is dropped
 
 
-def _unit_name(name: str) -> str:
-    """One name for all forms of a unit."""
-    singular = name if name in _UNITS else name.removesuffix("s")
-    return _UNITS.get(singular, singular)
+def _singular(name: str) -> str:
+    """A unit's name without the s of the plural."""
+    return name if name in _UNITS else name.removesuffix("s")
 
 
 def _items(text: str) -> tuple[str, ...]:

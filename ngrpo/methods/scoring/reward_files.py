@@ -11,6 +11,7 @@ from pathlib import Path
 from urllib.error import HTTPError, URLError
 from urllib.request import ProxyHandler, build_opener
 
+from ngrpo.machine.storage.datafiles import imported
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from perturbations.errors import UsageError, nearest
 
@@ -173,12 +174,7 @@ def _names(tree: ast.AST) -> dict[str, ast.AST]:
 def _check_imports(subject: str, tree: ast.Module, folder: Path) -> None:
     """Raises ``UsageError`` for an import that would fail; one below ``try`` or ``if`` may."""
     for node in tree.body:
-        modules: list[str] = []
-        if isinstance(node, ast.Import):
-            modules = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and not node.level:
-            modules = [node.module or ""]
-        for package in (module.partition(".")[0] for module in modules):
+        for package in imported(node):
             is_beside = (folder / package).is_dir() or (folder / f"{package}.py").is_file()
             if not is_beside and package not in sys.modules and find_spec(package) is None:
                 raise UsageError(

@@ -13,7 +13,7 @@ from ngrpo.config.arms import Arm
 from ngrpo.config.kinds import of_a_run
 from ngrpo.machine.console import text_table
 from ngrpo.machine.storage.result_folder import write_text
-from ngrpo.machine.upstream.versions import CODE, machine, recorded_versions
+from ngrpo.machine.upstream.versions import CODE, differing, machine, recorded_versions
 from ngrpo.workbench import statistics
 from ngrpo.workbench.compare.plan import Plan, Run
 from ngrpo.workbench.compare.runs import ComparisonFolder, status
@@ -139,19 +139,17 @@ def _run(plan: Plan, run: Run, folder: ComparisonFolder) -> dict[str, Any]:
 
 def unlike_conditions(runs: Sequence[Mapping[str, Any]]) -> list[str]:
     """Warnings of seeds whose finished runs, one of each arm, differ in more than their arms."""
-    warnings = []
-    for key, what in (("code", "code of this project"), ("cpu", "processor")):
-        conditions: dict[int, set[str]] = {}
-        for run in runs:
-            if run["status"] == "done" and run.get(key):
-                conditions.setdefault(run["seed"], set()).add(run[key])
-        for seed, values in conditions.items():
-            if len(values) > 1:
-                warnings.append(
-                    f"seed {seed}: its runs differ in the {what} ({', '.join(sorted(values))}), and not only in their"
-                    " arms. To run them alike, give --out another folder."
-                )
-    return warnings
+    by_seed: dict[int, list[dict[str, str | None]]] = {}
+    for run in runs:
+        if run["status"] == "done":
+            conditions = {"code of this project": run.get("code"), "processor": run.get("cpu")}
+            by_seed.setdefault(run["seed"], []).append(conditions)
+    return [
+        f"seed {seed}: its runs differ in the {difference}, and not only in their arms. To run them alike, give --out"
+        " another folder."
+        for seed, conditions in by_seed.items()
+        for difference in differing(conditions)
+    ]
 
 
 def _named(diagnosis: dict[str, Any] | None, arms: Sequence[Arm]) -> dict[str, Any] | None:

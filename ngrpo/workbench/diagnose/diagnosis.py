@@ -18,7 +18,7 @@ from ngrpo.machine.models import conversation, packaged
 from ngrpo.machine.storage.datafiles import contents
 from ngrpo.machine.storage.result_folder import SETTINGS, ResultFolder
 from ngrpo.machine.upstream.types import LLM, TokenizerLike
-from ngrpo.machine.upstream.versions import conditions, differing, machine, recorded_versions
+from ngrpo.machine.upstream.versions import conditions, differing_conditions, machine, recorded_versions
 from ngrpo.methods.scoring import Problem, digest
 from ngrpo.methods.tasks import check_problems
 from ngrpo.workbench.diagnose import embedding_map, group_sampling
@@ -267,7 +267,7 @@ class DiagnosisFolder(ResultFolder):
 
     def unlike_arms(self) -> list[str]:
         """A warning where the arms were sampled with different software or on different processors."""
-        differences = differing(row for row in self.finished.values() if "versions" in row)
+        differences = differing_conditions(row for row in self.finished.values() if "versions" in row)
         if not differences:
             return []
         return [f"the arms differ in {', '.join(differences)} too. To sample all alike, give --out a new folder."]

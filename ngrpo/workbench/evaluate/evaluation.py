@@ -16,7 +16,7 @@ from ngrpo.machine.models import architecture, context, packaged
 from ngrpo.machine.storage.datafiles import contents
 from ngrpo.machine.storage.result_folder import SETTINGS, ResultFolder
 from ngrpo.machine.upstream.types import LLM, TokenizerLike
-from ngrpo.machine.upstream.versions import Conditions, conditions, differing
+from ngrpo.machine.upstream.versions import Conditions, conditions, differing_conditions
 from ngrpo.methods.scoring import TIMED_OUT, Problem, digest
 from ngrpo.methods.scoring.problems import with_readable_answer
 from ngrpo.methods.scoring.reward_alarms import alarm_notes
@@ -418,7 +418,7 @@ def _warnings(samples: Sequence[Mapping[str, Any]], scorer: str, drawn_by: Seque
     A response counts as right from a score of 1 on; a reward file's reward is the score where it returns no other.
     """
     warnings = []
-    differences = differing(drawn_by)
+    differences = differing_conditions(drawn_by)
     if differences:
         warnings.append(
             f"the samples were drawn by runs that differ in {', '.join(differences)}. To draw all alike, give --out a"

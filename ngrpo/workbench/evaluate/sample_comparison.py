@@ -146,11 +146,12 @@ def _setting_notes(files: Sequence[SampleFile]) -> list[str]:
     """A warning for each setting of sampling or scoring in which an evaluation differs from the first."""
     notes = []
     first, *others = files
+    first_settings = _compared(first)
     for file in others:
         for name, value in _compared(file).items():
-            of_first = _compared(first).get(name, value)
-            if value != of_first:
-                notes.append(f"warning: {file.name} has {name} {value}, and {first.name} has {of_first}.")
+            first_value = first_settings.get(name, value)
+            if value != first_value:
+                notes.append(f"warning: {file.name} has {name} {value}, and {first.name} has {first_value}.")
     return notes
 
 

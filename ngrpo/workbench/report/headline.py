@@ -272,9 +272,9 @@ def sentence(summary: Summary, baseline: str, metric: Metric | None) -> str | No
     if all(change.get("over") == "problems" for change in tested.values()):
         return f"One seed each: no arm can be called better or worse than {against}."
 
-    found = {arm: change for arm, change in tested.items() if values.noise(change) == "beyond noise"}
-    better = [arm for arm, change in found.items() if (number(change, "value") or 0.0) > 0]
-    worse = [arm for arm, change in found.items() if (number(change, "value") or 0.0) < 0]
+    beyond_noise = {arm: change for arm, change in tested.items() if values.noise(change) == "beyond noise"}
+    better = [arm for arm, change in beyond_noise.items() if (number(change, "value") or 0.0) > 0]
+    worse = [arm for arm, change in beyond_noise.items() if (number(change, "value") or 0.0) < 0]
     if better:
         text = f"Better than {against} beyond noise: {', '.join(better)}"
     elif len(arms) == 1:
@@ -285,7 +285,7 @@ def sentence(summary: Summary, baseline: str, metric: Metric | None) -> str | No
         text += f"; worse: {', '.join(worse)}"
     missing = len(arms) - len(tested)
     text += f" ({values.plural(missing, 'arm')} could not be compared)." if missing else "."
-    fewest = min((change.get("seeds") or ENOUGH_SEEDS for change in found.values()), default=ENOUGH_SEEDS)
+    fewest = min((change.get("seeds") or ENOUGH_SEEDS for change in beyond_noise.values()), default=ENOUGH_SEEDS)
     if fewest < ENOUGH_SEEDS:
         text += f" Of {values.plural(fewest, 'seed')}: too few to tell a method from luck."
     left_out = values.failed_runs({arm: summary[arm].get("failed") or () for arm in (*better, *worse, baseline)})
