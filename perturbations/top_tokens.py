@@ -9,6 +9,8 @@ from torch import Tensor
 from perturbations import Perturbation, Step, UsageError, option
 from perturbations.replay.packing import MOST_CANDIDATES
 
+_UNITS = 2**40  # of probability, in a sum of integers
+
 
 def truncated(step: Step, k: int, top_p: float, top_p_of: str = "top_k") -> tuple[Tensor, Tensor]:
     """The k most likely tokens after top-p, and probabilities that sum to 1: (B, k) each, most likely first.
@@ -37,9 +39,11 @@ def winners(ids: Tensor, scores: Tensor) -> Tensor:
 
 def within_top_p(probabilities: Tensor, top_p: float) -> Tensor:
     """Which tokens, most likely first, are in the smallest set that holds ``top_p``, (B, n) bool; all of them at 1."""
-    # At top_p = 1 nothing is cut, although a float32 sum may reach 1 before the last token.
-    limit = top_p if top_p < 1.0 else torch.inf
-    sum_is_below = probabilities.cumsum(dim=-1) < limit
+    # At top_p = 1 nothing is cut, although a sum of rounded probabilities may reach 1 before the last token.
+    limit = int(top_p * _UNITS) if top_p < 1.0 else 2 * _UNITS
+    # Integers have the same sum in every order, so engine and trainer keep the same tokens on every device. PyTorch
+    # refuses to cumulate floats on CUDA in its deterministic mode, which --train.full_determinism_enable sets.
+    sum_is_below = (probabilities * _UNITS).long().cumsum(dim=-1) < limit
     # The set also holds the token that reaches the limit. The tokens before it are counted instead of shifting the mask
     # by one place, because the compiler fuses a count into one kernel and not a shift.
     places = torch.arange(probabilities.shape[-1], device=probabilities.device)

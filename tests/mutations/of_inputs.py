@@ -121,6 +121,7 @@ MUTATIONS = {
     ],
     ("perturbations/top_tokens.py", _SETS): [
         ("cumsum(dim=-1) < limit", "cumsum(dim=-1) <= limit", "top-p: a token too many at the bound"),
+        (".long().cumsum(", ".cumsum(", "top-p: the sum of probabilities is rounded"),
         ('        "top_k",\n', '        "vocabulary",\n', "top-p: the releases' order is not the default"),
         ("torch.where(probabilities > 0.0, ids, ids[:, :1])", "ids", "top-p: a record names tokens that were cut"),
     ],

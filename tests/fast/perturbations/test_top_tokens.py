@@ -11,7 +11,7 @@ import torch
 from perturbations.embeddings import matrix_embeddings
 from perturbations.registry import create
 from perturbations.step import Step
-from perturbations.top_tokens import truncated
+from perturbations.top_tokens import truncated, within_top_p
 from tests.support.strategy_steps import PROBABILITIES, FixedNoise, approximately, only_proposal, step_of
 
 NAMES = ("gumbel", "dirichlet", "normal", "lepo")
@@ -124,6 +124,13 @@ def test_latent_s_nucleus_has_the_same_bound(logits: list[float], top_p: float, 
         object.__setattr__(step, "noise", favors_token)
         is_chosen = latent.propose(step).tokens.item() == token
         assert is_chosen == (token in nucleus)
+
+
+def test_the_bound_is_exact_among_tokens_that_a_float32_sum_would_lose() -> None:
+    """One token of 1/2 and 4,096 of 2^-30 each: top-p = 1/2 + 1,000 · 2^-30 keeps 1,001 of them."""
+    probabilities = torch.full((1, 4097), 2.0**-30)
+    probabilities[0, 0] = 0.5
+    assert within_top_p(probabilities, top_p=0.5 + 1000 * 2.0**-30).sum() == 1001
 
 
 # --- SeLaR: the request's filters first ------------------------------------------------------------------------------
