@@ -133,11 +133,7 @@ MUTATIONS = {
     ],
     ("ngrpo/machine/storage/result_folder.py", "machine/storage/test_result_folder.py"): [
         ("value.pop(_CHECKSUM) == _checksum(value)", "value.pop(_CHECKSUM)", "results: any checksum"),
-        (
-            "                    file.truncate(len(data) - len(tail))",
-            "                    pass",
-            "results: a cut line stays",
-        ),
+        ("os.truncate(path, len(data) - len(tail))", "pass", "results: a cut line stays"),
         ("row.keys() >= set(keys)", "True", "results: lines without their keys"),
         ("if new and [entry.name", "if [entry.name", "results: a user's empty folder is removed"),
     ],

@@ -47,6 +47,17 @@ def writing(path: Path) -> Iterator[None]:
         raise CannotWrite(path, error.strerror or str(error)) from error
 
 
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Turns the system's refusal to read an existing file into ``UsageError``."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}. Make it readable, or give another.") from None
+
+
 def write_text(path: Path, text: str) -> None:
     """Writes a file whole, or leaves the old one as it was; raises :class:`CannotWrite`."""
     draft = path.with_name(f".{path.name}.{os.getpid()}.part")
@@ -72,13 +83,12 @@ def read_json(path: Path) -> Any:
     """The content of a JSON file, or None where there is none; ``UsageError`` for a damaged file, which is kept."""
     why = "its checksum is not that of its content (if you edited it, remove the entry 'checksum' too)"
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        with reading(path):
+            value = json.loads(path.read_text(encoding="utf-8"))
         if _intact(value):
             return value
     except FileNotFoundError:
         return None
-    except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror}. Make it readable, or give another.") from None
     except (ValueError, RecursionError) as error:
         why = f"it is not JSON ({error})"
     raise UsageError(f"{path} is damaged: {why}. Restore it, or delete it to have it made again.")
@@ -163,17 +173,19 @@ class ResultFolder:
         path = self.path / name
         if not path.is_file():
             return []
-        with writing(path), path.open("r+b" if mend else "rb") as file:
-            data = file.read()
-            *whole_lines, tail = data.split(b"\n")
-            if tail and _row(tail, keys) is not None:  # an editor left the last line's end out
-                whole_lines.append(tail)
-                if mend:
+        with reading(path):
+            data = path.read_bytes()
+        *whole_lines, tail = data.split(b"\n")
+        if tail and _row(tail, keys) is not None:  # an editor left the last line's end out
+            whole_lines.append(tail)
+            if mend:
+                with writing(path), path.open("ab") as file:
                     file.write(b"\n")
-            elif tail:
-                self._report(f"{path}: the last line was cut off half-way and is dropped")
-                if mend:
-                    file.truncate(len(data) - len(tail))
+        elif tail:
+            self._report(f"{path}: the last line was cut off half-way and is dropped")
+            if mend:
+                with writing(path):
+                    os.truncate(path, len(data) - len(tail))
         rows = []
         for number, line in enumerate(whole_lines, start=1):
             row = _row(line, keys)

@@ -55,6 +55,12 @@ def test_any_other_damaged_line_is_refused_and_kept(tmp_path: Path, damaged: str
     assert (tmp_path / "a.jsonl").read_text() == text
 
 
+def test_a_file_that_the_system_refuses_to_read(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").symlink_to("/proc/self/mem")  # a regular file, of which nothing can be read from its start
+    with pytest.raises(UsageError, match=r"a\.jsonl cannot be read: Input/output error\. Make it readable"):
+        ResultFolder(tmp_path).lines("a.jsonl", mend=False)
+
+
 def test_a_full_disk_leaves_the_old_file(tmp_path: Path) -> None:
     write_json(tmp_path / "a.json", {"old": 1})
     with largest_file(50), pytest.raises(CannotWrite, match=r"a\.json cannot be written: File too large.*is kept"):
