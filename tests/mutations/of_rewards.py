@@ -17,7 +17,11 @@ MUTATIONS = {
             "rewards: evaluation needs the names of the parameters",
         ),
         ("own_label = deepcopy(label)", "own_label = label", "rewards: a function changes the next response's label"),
-        ("if name in _OF_OPENRLHF or", "if", "rewards: extra_logs replace OpenRLHF's reward"),
+        (
+            "name in _OF_OPENRLHF + _OF_NGRPO or",
+            "name in _OF_NGRPO or",
+            "rewards: extra_logs replace OpenRLHF's reward",
+        ),
     ],
     ("ngrpo/methods/scoring/reward_calls.py", _CHECKED): [
         ("(flat,) = flat", "break", "rewards: a nested list of one"),

@@ -35,6 +35,15 @@ _OF_OPENRLHF = (
 """
 _PREFIXES_OF_OPENRLHF = ("rollout/", "timing/")
 """The beginnings of further names of OpenRLHF's own metrics of the step."""
+_OF_NGRPO = (
+    *("optimizer_steps", "zero_gradients", "trained_responses", "trained_groups", "generated_tokens"),
+    *("left_out_responses", "cut_prompts", "cut_turns", "ngrpo_weight_version"),
+)
+_PREFIXES_OF_NGRPO = (
+    *("perturbation/", "importance/", "staleness/", "advantage/", "credit/", "policy_noise/", "sampling/"),
+    *("score_centering/", "second_round/"),
+)
+"""The beginnings of further names of ngrpo's own metrics (docs/metrics.md)."""
 
 
 class RewardFault(Exception):
@@ -129,9 +138,10 @@ def checked_logs(logs: object) -> dict[str, float]:
     logs = logs or {}  # OpenRLHF takes None for no metrics
     if not isinstance(logs, Mapping):
         raise ValueError(f"{short(str(logs))} as 'extra_logs' where a dictionary of numbers is needed")
-    taken = [name for name in logs if name in _OF_OPENRLHF or str(name).startswith(_PREFIXES_OF_OPENRLHF)]
-    if taken:
-        raise ValueError(f"'extra_logs' with {taken[0]!r}, which is OpenRLHF's own metric: give it another name")
+    for name in logs:
+        is_taken = name in _OF_OPENRLHF + _OF_NGRPO or str(name).startswith(_PREFIXES_OF_OPENRLHF + _PREFIXES_OF_NGRPO)
+        if is_taken:
+            raise ValueError(f"'extra_logs' with {name!r}, which is a metric of the training: give it another name")
     return {name: one_number(f"extra_logs[{name!r}]", value) for name, value in logs.items()}
 
 

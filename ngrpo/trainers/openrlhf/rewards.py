@@ -47,33 +47,37 @@ class RewardFailed(RuntimeError):
 class CheckedExecutor:
     """Wraps OpenRLHF's agent executor: in its responses ``reward`` and ``scores`` are finite floats.
 
-    Both stay None where a reward model scores the responses.
+    Both stay None where a reward model scores the responses. A reward function or server is called here, once OpenRLHF
+    has generated the response. OpenRLHF 0.11.2 calls it itself, and then swallows its errors.
     """
 
     def __init__(self, executor: Any) -> None:
         self.executor = executor
         self._has_reward_model = bool(Flags(current_run().openrlhf).value("--reward.model_name_or_path"))
         self._source: CheckedReward | CheckedServers | None = None
-        addresses = getattr(executor, "reward_endpoints", None)
-        if getattr(executor, "reward_func", None) is not None:
-            self._source = CheckedReward(executor.reward_func)
-            executor.reward_func = self._source
-        elif addresses:
-            self._source = CheckedServers(addresses)
-            executor._fetch_rewards_via_http = self._source
+        if getattr(executor, "reward_endpoints", None) and _is_single_turn(executor):
+            if executor.reward_func is not None:
+                self._source = CheckedReward(executor.reward_func)
+            else:
+                self._source = CheckedServers(executor.reward_endpoints)
+            executor.reward_endpoints = []  # it generates, and asks for no reward
+        if hasattr(executor, "agent_instance_cls"):
+            executor.agent_instance_cls = with_checked_steps(executor.agent_instance_cls)
 
-    async def execute(self, **kwargs: object) -> dict[str, Any]:
+    async def execute(self, **kwargs: Any) -> dict[str, Any]:
         """As the wrapped executor's.
 
         Raises:
-            RewardFailed: if a call of the reward function or server has failed, or an agent gives no reward, or a value
-                that is not one finite number.
+            RewardFailed: if the reward function or server fails, or an agent gives no reward, or a value that is not
+                one finite number.
         """
         # OpenRLHF's executor of agents sets max_tokens by the observation, and gives one object to a whole group.
         own_params = deepcopy(kwargs["sampling_params"])
         response = await self.executor.execute(**{**kwargs, "sampling_params": own_params})
         if self._source is not None:
-            self._source.raise_failure()  # which OpenRLHF has swallowed
+            query = query_of(kwargs["hf_tokenizer"], response)
+            result = await self._source.reward_of(query, response["prompt"], response["label"])
+            response = {**response, "extra_logs": {}, **result, "reward": result["rewards"]}
         return {**response, **self._numbers_of(response)}
 
     def _numbers_of(self, response: Mapping[str, Any]) -> dict[str, Any]:
@@ -95,70 +99,102 @@ class CheckedExecutor:
                 numbers["scores"] = reward_calls.one_number("scores", response["scores"])
             numbers["extra_logs"] = reward_calls.checked_logs(response.get("extra_logs"))
         except ValueError as error:
-            prompt = short(str(response.get("prompt")))
-            raise RewardFailed(
-                f"{type(self.executor).__name__} returned {error}.\n  prompt: {prompt}\n{_AGENT_FIX}"
-            ) from None
+            raise _agent_failed(f"{type(self.executor).__name__} returned {error}", response.get("prompt")) from None
         return numbers
 
 
-class _Source:
-    """Where rewards come from. OpenRLHF swallows its errors: :meth:`raise_failure` raises them later."""
+def _is_single_turn(executor: Any) -> bool:
+    """Whether OpenRLHF's executor of single turns generates, also in a subclass."""
+    from openrlhf.utils.agent import SingleTurnAgentExecutor
 
-    _failure: str | None = None
-
-    def raise_failure(self) -> None:
-        """Raises :class:`RewardFailed` if any call has failed."""
-        if self._failure is not None:
-            raise RewardFailed(self._failure)
-
-    def _fail(self, fault: str, query: str, prompt: str, fix: str) -> RewardFailed:
-        """Keeps the failure and returns it; ``fault`` is a sentence without its full stop, ``fix`` says what to do."""
-        response = query.removeprefix(prompt)
-        self._failure = f"{fault}.\n  prompt: {short(prompt)}\n  response: {short(response)}\n{fix}"
-        return RewardFailed(self._failure)
+    return type(executor).execute is SingleTurnAgentExecutor.execute
 
 
-class CheckedReward(_Source):
-    """OpenRLHF's ``reward_func``, watched. OpenRLHF calls it from a thread for each response."""
+def query_of(tokenizer: PreTrainedTokenizerBase, response: Mapping[str, Any]) -> str:
+    """What a reward reads: the prompt's text, followed by the text of its one response with special tokens.
+
+    OpenRLHF 0.11.2 decodes the prompt's tokens too. Their text is not the prompt where the prompt was cut or has
+    pictures, or where the tokenizer normalises texts, as Qwen's does. ``query[len(prompt):]`` would then be another
+    text than the response.
+    """
+    tokens = response["observation_tokens"]
+    ((start, _),) = response["action_ranges"]
+    # The response is decoded behind the prompt, since some tokenizers drop a space at the beginning of a text.
+    whole = str(tokenizer.decode(tokens, skip_special_tokens=False))
+    decoded_prompt = str(tokenizer.decode(tokens[:start], skip_special_tokens=False))
+    if whole.startswith(decoded_prompt):
+        return response["prompt"] + whole.removeprefix(decoded_prompt)
+    return response["prompt"] + str(tokenizer.decode(tokens[start:], skip_special_tokens=False))
+
+
+def with_checked_steps(agent: type) -> type:
+    """A user's class of agents, in which ``rewards`` of a step is a tensor of one finite number.
+
+    OpenRLHF 0.11.2 calls ``.item()`` of it, which ends in a bare AttributeError for a float or None.
+    """
+
+    async def step(self: Any, states: dict[str, Any], **kwargs: object) -> dict[str, Any]:
+        result = await agent.step(self, states, **kwargs)  # type: ignore[attr-defined]
+        try:
+            reward = reward_calls.one_number("rewards", result.get("rewards"))
+        except ValueError as error:
+            raise _agent_failed(f"{agent.__name__}.step returned {error}", states["observation_text"]) from None
+        return {**result, "rewards": torch.tensor(reward, dtype=torch.float64)}
+
+    return type(agent.__name__, (agent,), {"step": step})
+
+
+def _agent_failed(fault: str, prompt: object) -> RewardFailed:
+    """``fault``: a sentence without its full stop."""
+    return RewardFailed(f"{fault}.\n  prompt: {short(str(prompt))}\n{_AGENT_FIX}")
+
+
+def _failed(fault: str, query: str, prompt: str, fix: str) -> RewardFailed:
+    """``fault``: a sentence without its full stop; ``fix``: what the user can do."""
+    response = query.removeprefix(prompt)
+    return RewardFailed(f"{fault}.\n  prompt: {short(prompt)}\n  response: {short(response)}\n{fix}")
+
+
+class CheckedReward:
+    """A reward function, called from a thread for each response as OpenRLHF calls it."""
 
     def __init__(self, reward_func: Callable[..., Any]) -> None:
         self._reward_func = reward_func
         self._seconds = reward_calls.seconds_allowed()
 
-    def __call__(self, queries: list[str], prompts: list[str], labels: list[Any]) -> dict[str, Any]:
-        """The reward function's result for one response, with floats."""
+    async def reward_of(self, query: str, prompt: str, label: Any) -> dict[str, Any]:
+        """The function's result for one response, with floats; :class:`RewardFailed` where it fails."""
         try:
-            return reward_calls.call(self._reward_func, queries[0], prompts[0], labels[0], self._seconds)
+            return await asyncio.to_thread(reward_calls.call, self._reward_func, query, prompt, label, self._seconds)
         except reward_calls.RewardFault as fault:
-            raise self._fail(f"the reward function {fault}", queries[0], prompts[0], reward_calls.FIX) from None
+            raise _failed(f"the reward function {fault}", query, prompt, reward_calls.FIX) from None
 
 
-class CheckedServers(_Source):
-    """The requests to reward servers, in turns. A server's answer is checked like a reward function's result.
+class CheckedServers:
+    """Reward servers, which are asked in turn. An answer is checked like a reward function's result.
 
-    It replaces OpenRLHF's `_fetch_rewards_via_http`, which sends the same, but does not say why a request has failed.
+    They are sent what OpenRLHF's `_fetch_rewards_via_http` sends, which does not say why a request has failed.
     """
 
     def __init__(self, addresses: Sequence[str]) -> None:
         self._addresses = cycle(addresses)
 
-    async def __call__(self, queries: list[str], prompts: list[str], labels: list[Any]) -> list[dict[str, Any]]:
-        """The next server's answer to one query, with floats."""
+    async def reward_of(self, query: str, prompt: str, label: Any) -> dict[str, Any]:
+        """The next server's answer for one response, with floats; :class:`RewardFailed` where it gives none."""
         address = next(self._addresses)
+        request = {"query": [query], "prompts": [prompt], "labels": [label]}
         try:
-            json.dumps(labels)
+            json.dumps(request)
         except (TypeError, ValueError) as error:
-            fault = f"the label cannot be sent as JSON: {error}, in {short(str(labels[0]))}"
-            raise self._fail(fault, queries[0], prompts[0], _LABEL_FIX) from None
+            fault = f"the label cannot be sent as JSON: {error}, in {short(str(label))}"
+            raise _failed(fault, query, prompt, _LABEL_FIX) from None
         try:
-            answer = await _answer_of(address, {"query": queries, "prompts": prompts, "labels": labels})
-            return [reward_calls.with_floats(answer)]
+            return reward_calls.with_floats(await _answer_of(address, request))
         except reward_calls.RewardFault as error:
             fault = str(error)
         except ValueError as error:
             fault = f"answered {error}"
-        raise self._fail(f"the reward server {address} {fault}", queries[0], prompts[0], _SERVER_FIX)
+        raise _failed(f"the reward server {address} {fault}", query, prompt, _SERVER_FIX)
 
 
 async def _answer_of(address: str, request: Mapping[str, Any]) -> Any:

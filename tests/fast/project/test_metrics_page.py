@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from ngrpo.methods.scoring import reward_calls
 from ngrpo.workbench.report import summary
 from tests.conftest import ROOT
 
@@ -46,6 +47,15 @@ def test_each_metric_of_the_sources_is_explained() -> None:
     elsewhere = {"gap_max"}  # TRL's, on the page of that trainer
     assert {"gap_perturbed_mean", "gap_plain_mean", "gap_before_mean", "shift", "left_anchor"} <= shown
     assert not names - parts - elsewhere - shown
+
+
+def test_a_reward_s_own_metrics_have_other_names() -> None:
+    """Names of the first table stand alone, those of the others after a prefix; ``task/`` is of tasks' own rewards."""
+    first_table, _, rest = PAGE.partition("Runs with a perturbation")
+    names = set(re.findall(r"^\| `(\w+)` \|", first_table, re.MULTILINE))
+    assert "cut_turns" in names and names <= set(reward_calls._OF_NGRPO)
+    prefixes = set(re.findall(r"`(?:train/)?(\w+/)(?:\w+)?`", rest)) - {"task/", "rollout/", "train/", "s/", "tokens/"}
+    assert "staleness/" in prefixes and prefixes <= set(reward_calls._PREFIXES_OF_NGRPO)
 
 
 def test_each_column_of_the_table_at_the_end_is_explained() -> None:

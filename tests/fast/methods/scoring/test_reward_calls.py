@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A reward file gives a response the same reward in training and in evaluation, and alarms in it are named."""
 
+import asyncio
 import math
 import re
 from importlib.util import find_spec
@@ -64,7 +65,7 @@ def in_both(folder: Path, text: str) -> tuple[float, float, bool]:
     file = folder / "reward.py"
     file.write_text(text)
     load.cache_clear()
-    trained = CheckedReward(load(str(file)))([PROMPT + RESPONSE], [PROMPT], ["7"])
+    trained = asyncio.run(CheckedReward(load(str(file))).reward_of(PROMPT + RESPONSE, PROMPT, "7"))
     verdict = score(problem(file), RESPONSE)
     return trained["rewards"], verdict.reward, verdict.correct
 
@@ -109,6 +110,8 @@ def test_they_agree_on_math_verify(tmp_path: Path) -> None:
         ("{'rewards': 1.0, 'extra_logs': {'reward': 9}}", "returned 'extra_logs' with 'reward', .*: give it another"),
         ("{'rewards': 1.0, 'extra_logs': {'kl': 9}}", "returned 'extra_logs' with 'kl', .*: give it another"),
         ("{'rewards': 1.0, 'extra_logs': {'timing/x': 9}}", "returned 'extra_logs' with 'timing/x', .*: give it"),
+        ("{'rewards': 1.0, 'extra_logs': {'cut_turns': 9}}", "returned 'extra_logs' with 'cut_turns', .*: give it"),
+        ("{'rewards': 1.0, 'extra_logs': {'credit/x': 9}}", "returned 'extra_logs' with 'credit/x', .*: give it"),
     ],
 )
 def test_what_training_refuses_evaluation_refuses(of: str, fault: str, tmp_path: Path) -> None:
@@ -116,7 +119,7 @@ def test_what_training_refuses_evaluation_refuses(of: str, fault: str, tmp_path:
     file.write_text(result(of))
     load.cache_clear()
     with pytest.raises(RewardFailed, match=f"the reward function {fault}"):
-        CheckedReward(load(str(file)))([PROMPT + RESPONSE], [PROMPT], ["7"])
+        asyncio.run(CheckedReward(load(str(file))).reward_of(PROMPT + RESPONSE, PROMPT, "7"))
     with pytest.raises(UsageError, match=rf"scorer .*reward\.py: reward_func {fault}.*, for problem 'p'\."):
         score(problem(file), RESPONSE)
 

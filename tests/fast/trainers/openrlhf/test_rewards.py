@@ -11,6 +11,7 @@ from fractions import Fraction
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 from typing import Any, ClassVar
+from unicodedata import normalize
 
 import numpy as np
 import pytest
@@ -23,13 +24,14 @@ from ngrpo.trainers.openrlhf.rewards import (
     CheckedReward,
     CheckedServers,
     RewardFailed,
+    query_of,
     take_partial_metrics,
 )
 from ngrpo.trainers.openrlhf.rollout_actor import RecordingExecutor
 from tests.support.run import run_with
 
-SCORED = (["What is 1 + 1? It is 3."], ["What is 1 + 1?"], ["2"])
-"""Queries, prompts and labels of one response, as OpenRLHF passes them."""
+SCORED = ("What is 1 + 1? It is 3.", "What is 1 + 1?", "2")
+"""Query, prompt and label of one response."""
 
 
 def raises(queries: Any, prompts: Any, labels: Any) -> Any:
@@ -65,16 +67,15 @@ GOOD = {
 @pytest.mark.parametrize(("value", "number"), GOOD.values(), ids=GOOD)
 def test_one_number_becomes_a_float(value: Any, number: float) -> None:
     checked = CheckedReward(returns({"rewards": value, "scores": value, "extra_logs": {"length": 3}}))
-    result = checked(*SCORED)
+    result = asyncio.run(checked.reward_of(*SCORED))
     assert result == {"rewards": number, "scores": number, "extra_logs": {"length": 3}}
     assert type(result["rewards"]) is float
     assert type(result["scores"]) is float
-    checked.raise_failure()  # there is none
 
 
 def test_scores_may_be_none() -> None:
     checked = CheckedReward(returns({"rewards": 1.0, "scores": None}))
-    assert checked(*SCORED)["scores"] is None
+    assert asyncio.run(checked.reward_of(*SCORED))["scores"] is None
 
 
 BAD = {
@@ -101,40 +102,128 @@ def test_anything_else_names_the_response(reward_func: Any, message: str, monkey
     checked = CheckedReward(reward_func)
 
     with pytest.raises(RewardFailed) as failure:
-        checked(*SCORED)
+        asyncio.run(checked.reward_of(*SCORED))
 
     error = str(failure.value)
     assert message in error
     assert "prompt: 'What is 1 + 1?'" in error
     assert "response: ' It is 3.'" in error
     assert "a finite number" in error
-    with pytest.raises(RewardFailed, match="the reward function"):
-        checked.raise_failure()
 
 
-class SwallowingExecutor:
-    """As OpenRLHF's SingleTurnAgentExecutor, whose reward function raises."""
-
-    reward_func = staticmethod(raises)
-
-    async def execute(self, **kwargs: Any) -> dict[str, Any]:
-        try:
-            await asyncio.to_thread(self.reward_func, *SCORED)
-        except Exception:
-            return {"reward": None}
-        raise AssertionError("no error")
+# ---- through OpenRLHF's executors ---------------------------------------------------------------------------------
 
 
-def test_the_executor_raises_what_openrlhf_swallows() -> None:
+class Tokenizer:
+    """A token is a character. As Qwen's, it normalises what it reads (NFC)."""
+
+    def __call__(self, text: str, **_: object) -> dict[str, torch.Tensor]:
+        return {"input_ids": torch.tensor([[ord(character) for character in normalize("NFC", text)]])}
+
+    def decode(self, tokens: list[int], **_: object) -> str:
+        return "".join(map(chr, tokens))
+
+
+class Engine:
+    """Responds with one text to everything."""
+
+    def __init__(self, response: str) -> None:
+        self._tokens = [ord(character) for character in response]
+
+    async def generate(self, *_: object, **__: object) -> Any:
+        text = "".join(map(chr, self._tokens))
+        output = SimpleNamespace(token_ids=self._tokens, text=text, finish_reason="stop", logprobs=None)
+        return SimpleNamespace(outputs=[output])
+
+
+def executed(executor: Any, prompt: str = "What is 1 + 1?", response: str = " It is 3.") -> dict[str, Any]:
+    """What an executor returns for a prompt of at most 48 tokens and this response."""
+    return asyncio.run(
+        executor.execute(
+            prompt=prompt,
+            label="2",
+            max_length=64,
+            hf_tokenizer=Tokenizer(),
+            sampling_params=SimpleNamespace(max_tokens=16, logprobs=None),
+            llm_engine=Engine(response),
+        )
+    )
+
+
+def single_turn(reward_func: Any) -> Any:
+    """OpenRLHF's executor with this reward function, as it loads one of a file."""
+    executor = pytest.importorskip("openrlhf.utils.agent").SingleTurnAgentExecutor()
+    executor.reward_endpoints = ["reward.py"]
+    executor.reward_func = reward_func
+    return executor
+
+
+def test_a_reward_function_that_fails_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RewardFailed, match="raised KeyError"):
-        asyncio.run(CheckedExecutor(SwallowingExecutor()).execute(prompt="p", sampling_params=None))
-
-
-def test_the_error_is_not_wrapped_where_trajectories_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+        executed(CheckedExecutor(single_turn(raises)))
     run_with(monkeypatch, perturbation={"name": "gumbel"})
-    recording = RecordingExecutor(CheckedExecutor(SwallowingExecutor()))
     with pytest.raises(RewardFailed, match=r"^the reward function raised KeyError"):
-        asyncio.run(recording.execute(prompt="p", sampling_params=None))
+        executed(RecordingExecutor(CheckedExecutor(single_turn(raises))))
+
+
+PROMPTS = {
+    "plain": "What is 1 + 1?",
+    "normalised by the tokenizer": "Combien font 1 + 1 e\u0301le\u0300ves?",
+    "cut": "x" * 60,
+}
+
+
+@pytest.mark.parametrize("prompt", PROMPTS.values(), ids=PROMPTS)
+def test_a_query_is_the_prompt_and_the_response(prompt: str) -> None:
+    """So that `query[len(prompt):]`, which most reward functions take, is the response."""
+
+    def reward_func(queries: list[str], prompts: list[str], labels: list[str]) -> dict[str, Any]:
+        assert (prompts, labels) == ([prompt], ["2"])
+        return {"rewards": float(queries[0][len(prompt) :] == " It is 3."), "extra_logs": {"length": len(queries[0])}}
+
+    response = executed(CheckedExecutor(single_turn(reward_func)), prompt)
+    assert response["reward"] == response["scores"] == 1.0
+    assert response["extra_logs"] == {"length": len(prompt) + 9}
+    assert response["truncated"] is False
+
+
+def test_a_response_keeps_the_space_that_a_tokenizer_drops_at_a_text_s_beginning() -> None:
+    class Stripping(Tokenizer):
+        def decode(self, tokens: list[int], **_: object) -> str:
+            return super().decode(tokens).removeprefix(" ")
+
+    response = {"prompt": "1 + 1 =", "observation_tokens": [ord(c) for c in "1 + 1 = 2"], "action_ranges": [(7, 9)]}
+    assert query_of(Stripping(), response) == "1 + 1 = 2"
+
+
+STEPS = {"float": 0.5, "int": 1, "tensor": torch.tensor(0.5), "list": [0.25]}
+
+
+def agents_of(reward: Any) -> Any:
+    """OpenRLHF's executor of agents whose one step gives this reward."""
+    module = pytest.importorskip("openrlhf.utils.agent")
+
+    class Judge(module.AgentInstanceBase):
+        def __init__(self) -> None:
+            pass
+
+        async def step(self, states: dict[str, Any], **_: object) -> dict[str, Any]:
+            return {"rewards": reward, "environment_feedback": "", "done": True}
+
+    return module.MultiTurnAgentExecutor(Judge)
+
+
+@pytest.mark.parametrize("reward", STEPS.values(), ids=STEPS)
+def test_an_agent_s_step_may_give_its_reward_in_any_form(reward: Any) -> None:
+    number = torch.as_tensor(reward).item()
+    assert executed(CheckedExecutor(agents_of(reward)))["reward"] == number
+
+
+@pytest.mark.parametrize("reward", [None, "good", float("nan"), [1.0, 0.0]], ids=str)
+def test_an_agent_s_step_without_one_number_is_named(reward: Any) -> None:
+    message = r"Judge\.step returned '.*' as 'rewards' of one response.*\n  prompt: 'What is 1 \+ 1.*\nAn agent must"
+    with pytest.raises(RewardFailed, match=message):
+        executed(CheckedExecutor(agents_of(reward)))
 
 
 class Agent:
@@ -209,7 +298,7 @@ WRONG_AGENTS: list[tuple[dict[str, Any], str]] = [
     ({"reward": 1.0, "scores": [1.0, 2.0]}, r"'\[1.0, 2.0\]' as 'scores' of one response"),
     ({}, "no 'reward'"),
     ({"reward": None, "scores": 1.0}, "no 'reward'"),
-    ({"reward": 0.0, "extra_logs": {"reward": 5.0}}, "'extra_logs' with 'reward', which is OpenRLHF's own .*"),
+    ({"reward": 0.0, "extra_logs": {"reward": 5.0}}, "'extra_logs' with 'reward', which is a metric of .*"),
     ({"reward": 0.0, "extra_logs": {"acc": float("nan")}}, """'nan' as "extra_logs\\['acc'\\]" of one response"""),
     ({"reward": 0.0, "extra_logs": {"acc": [1, 2]}}, """'\\[1, 2\\]' as "extra_logs\\['acc'\\]" of one response"""),
     ({"reward": 0.0, "extra_logs": {"acc": "x"}}, """'x' as "extra_logs\\['acc'\\]" of one response"""),
@@ -262,10 +351,10 @@ def address(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         server.shutdown()
 
 
-def answer_of(address: str, *, label: Any = "2") -> list[dict[str, Any]]:
-    """What OpenRLHF gets for one response in place of its own request."""
-    queries, prompts, _ = SCORED
-    return asyncio.run(CheckedServers([address])(queries, prompts, [label]))
+def answer_of(address: str, *, label: Any = "2") -> dict[str, Any]:
+    """A server's answer for one response."""
+    query, prompt, _ = SCORED
+    return asyncio.run(CheckedServers([address]).reward_of(query, prompt, label))
 
 
 def failure_of(address: str, *, label: Any = "2") -> str:
@@ -280,8 +369,8 @@ def test_a_server_s_refusal_is_said_and_not_repeated(address: str) -> None:
         f"""the reward server {address} answered with status 422, {JSON}: '{{"detail":"labels: str expected"}}'."""
     )
     assert failure_of(address).startswith(f"{message}\n  prompt: 'What is 1 + 1?'\n  response: ' It is 3.'\nIt must")
-    queries, prompts, labels = SCORED
-    assert Server.requests == [{"query": queries, "prompts": prompts, "labels": labels}]
+    query, prompt, label = SCORED
+    assert Server.requests == [{"query": [query], "prompts": [prompt], "labels": [label]}]
 
 
 @pytest.mark.parametrize(
@@ -300,7 +389,7 @@ def test_a_server_s_last_answer_is_said(last: tuple[int, str, bytes], said: str,
 
 def test_a_busy_server_is_asked_again(address: str) -> None:
     Server.answers += [(500, HTML, b""), (429, HTML, b"later"), (408, HTML, b"late"), (200, JSON, GOOD_ANSWER)]
-    assert answer_of(address) == [{"rewards": 0.5}]
+    assert answer_of(address) == {"rewards": 0.5}
     assert len(Server.requests) == 4
 
 
