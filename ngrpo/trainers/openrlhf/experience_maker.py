@@ -44,6 +44,7 @@ class MeasuringExperienceMaker(Upstream):
         rollout_entropy: of the latest step, for a sampling schedule; None if unknown.
         gap_scale: the run's mismatch of unperturbed responses; None before the first step.
         kept_groups: the groups that the run keeps for its report; None before the first step.
+        has_warned_of_clipped: whether the run has said that ``--reward.clip_range`` cuts advantages.
     """
 
     training_step = 0
@@ -54,6 +55,7 @@ class MeasuringExperienceMaker(Upstream):
     rollout_entropy: float | None = None
     gap_scale: mismatch.GapScale | None = None
     kept_groups: KeptGroups | None = None
+    has_warned_of_clipped = False
 
     def make_experience_batch(self, rollout_samples: list[Experience]) -> list[Experience]:
         run = current_run()
@@ -88,14 +90,16 @@ class MeasuringExperienceMaker(Upstream):
     def compute_advantages_and_returns(self, experiences: list[Experience]) -> list[Experience]:
         run = current_run()
         rewards.check_step(self.tokenizer, experiences)
-        if run.advantage is None and self.args.algo.advantage.estimator not in GROUP_BASELINES:
-            experiences = super().compute_advantages_and_returns(experiences)
-            step_advantages.level_equal(experiences)
-        else:
-            ours = step_advantages.compute(self, experiences, run.advantage)
-            with step_advantages.replacing_estimates(ours.batches):
+        with step_advantages.noting_clipped() as clipped:
+            if run.advantage is None and self.args.algo.advantage.estimator not in GROUP_BASELINES:
                 experiences = super().compute_advantages_and_returns(experiences)
-            self.note(ours.measures)
+                step_advantages.level_equal(experiences)
+            else:
+                ours = step_advantages.compute(self, experiences, run.advantage)
+                with step_advantages.replacing_estimates(ours.batches):
+                    experiences = super().compute_advantages_and_returns(experiences)
+                self.note(ours.measures)
+        self.warn_of_clipped(clipped)
         if run.credit is not None:
             self.note(step_credits.share_among_tokens(self, experiences))
         return experiences
@@ -122,6 +126,24 @@ class MeasuringExperienceMaker(Upstream):
                 flush=True,
             )
             self.note({"cut_turns": float(turns)})
+
+    def warn_of_clipped(self, clipped: Sequence[Tensor]) -> None:
+        """Counts what ``--reward.clip_range`` has cut in this step, a row (n,) a micro-batch; warns once in a run."""
+        values = [value for row in clipped for value in row.tolist()]
+        if not values:
+            return
+        self.note({"advantage/clipped": float(len(values))})
+        if self.has_warned_of_clipped:
+            return
+        self.has_warned_of_clipped = True
+        low, high = self.args.reward.clip_range
+        farthest = max(values, key=abs)
+        print(
+            f"ngrpo: warning: step {self.training_step + 1}: {len(values)} advantages (with gae, rewards) lie beyond"
+            f" --reward.clip_range {low:g} {high:g} and are cut to it, such as {farthest:g}, so that unequal"
+            " rewards train alike. Scale the rewards down, or give a wider range. Later steps log advantage/clipped.",
+            flush=True,
+        )
 
     def note(self, measures: dict[str, float]) -> None:
         """Adds measures to those of the current step."""

@@ -43,6 +43,7 @@ class PerturbedSamplesGenerator(Upstream):
     temperature_factor = 1.0
     evaluating = False
     _in_round = False
+    _has_warned_of_scores = False
     _evaluated = 0  # prompts of the current evaluation that have been sent to engines and are finished
 
     def generate_eval_samples(self, **kwargs: object) -> Any:
@@ -86,6 +87,29 @@ class PerturbedSamplesGenerator(Upstream):
             return _in_order_of_prompts(references)
         finally:
             self.vllm_engines = engines
+
+    def _process_response_into_experience(self, response: Mapping[str, Any], **kwargs: object) -> Any:
+        if self.args.algo.dynamic_filtering_enable and not self.evaluating:
+            self._warn_of_score(response.get("scores"))
+        return super()._process_response_into_experience(response, **kwargs)
+
+    def _warn_of_score(self, score: float | None) -> None:
+        """Warns once of a score on another scale than that of ``--algo.dynamic_filtering_range``.
+
+        Dynamic filtering keeps the groups whose mean score lies within the range, 0 and 1 by default. With scores of -1
+        and 1 it would leave out every group of which at most half is right.
+        """
+        low, high = self.args.algo.dynamic_filtering_range
+        is_in_scale = score is None or min(low, 0.0) <= score <= max(high, 1.0)
+        if is_in_scale or self._has_warned_of_scores:
+            return
+        self._has_warned_of_scores = True
+        print(
+            f"ngrpo: warning: a response has the score {score:g}. Dynamic filtering keeps groups whose mean score is"
+            f" between {low:g} and {high:g}, so that it leaves out groups whose scores differ. Give the least and the"
+            " greatest score: --algo.dynamic_filtering_range LEAST GREATEST.",
+            flush=True,
+        )
 
     def follows_schedule(self) -> bool:
         """Whether a sampling schedule changes the temperature of the current requests."""

@@ -300,13 +300,37 @@ def replacing_estimates(batches: Sequence[Tensor]) -> Iterator[None]:
         raise RuntimeError(f"OpenRLHF did not take our advantages for {len(pending)} micro-batches of the step.")
 
 
+_clipped: ContextVar[list[Tensor] | None] = ContextVar("clipped_advantages", default=None)
+
+
+@contextmanager
+def noting_clipped() -> Iterator[list[Tensor]]:
+    """Collects the estimates that OpenRLHF's `compute_reward` clips in this context: a row (n,) for each call."""
+    clipped: list[Tensor] = []
+    token = _clipped.set(clipped)
+    try:
+        yield clipped
+    finally:
+        _clipped.reset(token)
+
+
 def compute_reward(original: Callable[..., Any]) -> Callable[..., Any]:
     """OpenRLHF's `compute_reward`: in the context of :func:`replacing_estimates` it is given our rows, one per call."""
 
-    def compute_reward(r: Tensor, *args: object, **kwargs: object) -> Any:
-        return original(_replaced(r), *args, **kwargs)
+    def compute_reward(r: Tensor, *args: object, **kwargs: Any) -> Any:
+        estimates = _replaced(r)
+        _note_clipped(estimates, kwargs.get("reward_clip_range"))
+        return original(estimates, *args, **kwargs)
 
     return compute_reward
+
+
+def _note_clipped(estimates: Tensor, clip_range: tuple[float, float] | None) -> None:
+    """Adds the estimates beyond the range, which is OpenRLHF's ``--reward.clip_range``, to those of the context."""
+    clipped = _clipped.get()
+    if clipped is not None and clip_range:
+        low, high = clip_range
+        clipped.append(estimates[(estimates < low) | (estimates > high)])
 
 
 def _replaced(estimated: Tensor) -> Tensor:
