@@ -97,7 +97,7 @@ def _read(flag: str, name: str, names: ColumnNames, modified: int) -> DatasetFil
         tools = _tools_of(row, names, subject=f"{flag} {name}: row {number}")
         example = Example(row=number, prompt=row.get(names.prompt), tools=tools)
         for column_name, column in columns.items():
-            kind = _kind_in(row, column_name, names)
+            kind = kind_in(row, column_name, names)
             column.first_rows.setdefault(kind, number)
             can_be_rendered = column_name == names.prompt and kind in (ValueKind.TEXT, ValueKind.MESSAGES)
             if can_be_rendered and len(examples) < _KEPT_EXAMPLES:
@@ -128,7 +128,7 @@ def _form(example: Example) -> tuple[Any, ...]:
     return tuple(form)
 
 
-def _kind_in(row: Mapping[str, Any], column_name: str, names: ColumnNames) -> ValueKind:
+def kind_in(row: Mapping[str, Any], column_name: str, names: ColumnNames) -> ValueKind:
     """The kind of a row's value in a column."""
     value = row.get(column_name)
     if column_name == names.prompt:
@@ -138,21 +138,21 @@ def _kind_in(row: Mapping[str, Any], column_name: str, names: ColumnNames) -> Va
         is_optional = column_name in (TOOLS, names.images)
         if value == [] or (is_optional and not value):
             return ValueKind.MISSING
-    kind = _kind(value)
+    kind = kind_of(value)
     return ValueKind.MESSAGES if kind is ValueKind.ANSWERED_MESSAGES else kind
 
 
 def _prompt_kind(value: object) -> ValueKind:
     """The kind of a prompt: of texts there are more kinds than in other columns."""
     if not isinstance(value, str):
-        return _kind(value)
+        return kind_of(value)
     fault = conversation.fault(value)
     if fault is None and "<image>" in value:
         return ValueKind.TEXT_WITH_IMAGE
     return fault or ValueKind.TEXT
 
 
-def _kind(value: object) -> ValueKind:
+def kind_of(value: object) -> ValueKind:
     """The kind of any value."""
     if isinstance(value, list):
         return conversation.fault(value) or ValueKind.MESSAGES

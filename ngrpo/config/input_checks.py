@@ -15,7 +15,7 @@ from ngrpo.config.feature_kinds import MODEL
 from ngrpo.config.run import RunConfig
 from ngrpo.machine.models import architecture, context, conversation, packaged
 from ngrpo.machine.models.conversation import TOOLS, ValueKind
-from ngrpo.machine.storage.datafiles import ENDINGS, label_of, read_rows
+from ngrpo.machine.storage.datafiles import ENDINGS, is_saved_dataset, label_of, read_rows
 from ngrpo.machine.storage.result_folder import read_json
 from ngrpo.machine.upstream.openrlhf_flags import DATASETS, Flags
 from ngrpo.machine.upstream.types import PreTrainedTokenizerBase
@@ -27,8 +27,7 @@ from perturbations.testing import PerturbationError
 
 # --- datasets: files, columns and values ------------------------------------------------------------
 
-# `Dataset.save_to_disk` writes the first, `DatasetDict.save_to_disk` the second.
-_SAVED = ("state.json", "dataset_dict.json")
+_, _EVALUATED = DATASETS
 TEMPLATE = conversation.APPLY
 IMAGES = "--data.max_images_per_prompt"
 
@@ -68,23 +67,46 @@ def _check_file(flag: str, name: str, flags: Flags) -> None:
         raise UsageError(
             f"--data.label_key {names.label}: is the column of the prompts too. Name the column of answers."
         )
-    _check_column(content, names.prompt, column_flag="--data.input_key", subject=subject)
-    if names.label:
-        _check_column(content, names.label, column_flag="--data.label_key", subject=subject)
+    columns = {"--data.input_key": names.prompt, "--data.label_key": names.label}
+    for column_flag, column in columns.items():
+        if column:
+            fix = f"Name the right one with {column_flag}."
+            if flag == _EVALUATED:
+                fix = f"Rename the right one: {column_flag} names the column of both datasets."
+            _check_column(content, column, column_flag=column_flag, subject=subject, fix=fix)
     _check_prompts(content, flags, subject=subject)
+    for column, fix in _unused_columns(flags):
+        _check_unused(content, column, subject=subject, fix=fix)
+
+
+def check_row(row: Mapping[str, Any], flags: Flags, *, subject: str) -> None:
+    """As :func:`check_files`, for the prompt, pictures and tools of one row that ``subject`` names."""
+    names = ColumnNames.of(flags)
+    kind = dataset_file.kind_in(row, names.prompt, names)
+    fix = _prompt_fix(kind, flags)
+    if fix:
+        raise UsageError(f"{subject}: the input {names.prompt!r} is {kind}. {fix}")
+    for column, fix in _unused_columns(flags):
+        if dataset_file.kind_in(row, column, names) is not ValueKind.MISSING:
+            raise UsageError(f"{subject} has {column}, which no prompt shows. {fix}")
+
+
+def _unused_columns(flags: Flags) -> Iterator[tuple[str, str]]:
+    """The columns of pictures and tools that no prompt of the run shows, each with what to do about its values."""
+    names = ColumnNames.of(flags)
     if names.images not in (names.prompt, names.label) and not _accepts_pictures(flags):
-        _check_unused(content, names.images, subject=subject, fix=_NO_PICTURES)
+        yield names.images, _NO_PICTURES
     if TOOLS not in (names.prompt, names.label) and not flags.has(TEMPLATE):
-        _check_unused(content, TOOLS, subject=subject, fix=f"Add {TEMPLATE}, or leave the column out.")
+        yield TOOLS, f"Add {TEMPLATE}, or leave the column out."
 
 
-def _check_column(content: DatasetFile, name: str, *, column_flag: str, subject: str) -> None:
-    """Raises ``UsageError`` for a column that the file or one of its rows lacks."""
+def _check_column(content: DatasetFile, name: str, *, column_flag: str, subject: str, fix: str) -> None:
+    """Raises ``UsageError`` for a column that the file lacks, which ``fix`` mends, or one of its rows."""
     column = content.columns.get(name)
     if column is None:
         raise UsageError(
             f"{subject} has no column {name!r} ({column_flag}).{nearest(name, content.columns)} Its columns:"
-            f" {', '.join(content.columns)}. Name the right one with {column_flag}."
+            f" {', '.join(content.columns)}. {fix}"
         )
     row = column.first_rows.get(ValueKind.MISSING)
     if row is not None:
@@ -139,18 +161,28 @@ def label_note(flag: str, flags: Flags) -> str | None:
         column = dataset_file.read(flag, name, flags).columns.get(label)
         if column is None:
             continue
-        for kind in (ValueKind.EMPTY, ValueKind.LIST, ValueKind.MESSAGES, ValueKind.OBJECT):
+        for kind in (*_KEPT_LABELS, ValueKind.BOOLEAN, ValueKind.OTHER):
             row = column.first_rows.get(kind)
-            if row is not None:
-                return f"{flag} {name}: the label {label!r} is {kind} in row {row}; the reward is given it as it is."
-        for kind in (ValueKind.BOOLEAN, ValueKind.OTHER):  # parquet has dates, and decimals and bytes that need no note
-            row = column.first_rows.get(kind)
-            value = None if row is None else read_rows(flag, name, row)[-1][label]
-            if isinstance(value, (bool, date, time)):
-                return (
-                    f"{flag} {name}: the label {label!r} is a {type(value).__name__} in row {row}; the reward is given"
-                    f" the text {label_of(value)!r}."
-                )
+            note = None if row is None else label_note_of(label, read_rows(flag, name, row)[-1][label], row)
+            if note:
+                return f"{flag} {name}: {note}"
+    return None
+
+
+_KEPT_LABELS = (ValueKind.EMPTY, ValueKind.LIST, ValueKind.MESSAGES, ValueKind.OBJECT)
+
+
+def label_note_of(column: str, value: object, row: int) -> str | None:
+    """A warning about the label in a row, as of :func:`label_note`; None for a label that any reward can read."""
+    kind = dataset_file.kind_of(value)
+    if kind in (*_KEPT_LABELS, ValueKind.ANSWERED_MESSAGES):
+        return f"the label {column!r} is {kind} in row {row}; the reward is given it as it is."
+    # Parquet and Arrow have dates, and decimals and bytes that need no note.
+    if isinstance(value, (bool, date, time)):
+        return (
+            f"the label {column!r} is a {type(value).__name__} in row {row}; the reward is given the text"
+            f" {label_of(value)!r}."
+        )
     return None
 
 
@@ -209,7 +241,7 @@ def local_files(flag: str, value: str | None) -> Iterator[str]:
             raise UsageError(f"{flag} {value}: a name is missing before or after a comma. Leave the comma out.")
         if at and path.is_file():
             raise UsageError(f"{flag} {word}: a file has no part {part!r}. Leave it out: {name}.")
-        if path.is_dir() and not any((path / file).is_file() for file in _SAVED):
+        if path.is_dir() and not is_saved_dataset(path):
             raise _folder_error(f"{flag} {word}", flag, path / part.strip())
         # OpenRLHF 0.11.2 (datasets/utils.py) loads files of our endings and .arrow; all else is a folder or a hub name.
         if path.suffix in ENDINGS or (path.suffix == ".arrow" and not path.exists()):

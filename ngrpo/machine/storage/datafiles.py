@@ -39,13 +39,14 @@ _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # as JSON escapes one
 def contents(argv: Iterable[str]) -> dict[str, str]:
     """Digests (SHA-256) of the local files that a command line names, by path as given.
 
-    A word may name several files (``a.jsonl,b.jsonl``), or have a prefix (``math:FILE``). With a Python file come those
-    beside it that it imports.
+    A word may name several files (``a.jsonl,b.jsonl``), or have a prefix (``math:FILE``), or a part behind it
+    (``FOLDER@PART``). With a Python file come the modules and packages beside it that it imports, and for the folder of
+    a saved dataset all of its files.
     """
     names = set()
     for word in argv:
         for name in word.split(","):
-            names |= {name, name.partition(":")[2]}
+            names |= {name, name.partition(":")[2], name.partition("@")[0]}
     digests = {}
     for name in sorted(names - {""}):
         with suppress(OSError, ValueError):  # a word may be too long for a path, or hold a zero byte
@@ -53,12 +54,21 @@ def contents(argv: Iterable[str]) -> dict[str, str]:
             if path.is_file():
                 digests[name] = _digest_now(path)
                 for imported in sorted(_imported_beside(path)):
-                    digests[str(Path(name).with_name(imported.name))] = _digest_now(imported)
+                    digests[str(Path(name).parent / imported.relative_to(path.parent))] = _digest_now(imported)
+            elif is_saved_dataset(path):
+                for file in sorted(path.rglob("*")):
+                    if file.is_file():
+                        digests[str(Path(name) / file.relative_to(path))] = _digest_now(file)
     return digests
 
 
+def is_saved_dataset(folder: Path) -> bool:
+    """Whether the package `datasets` wrote a folder: `Dataset.save_to_disk`, or `DatasetDict.save_to_disk`."""
+    return any((folder / file).is_file() for file in ("state.json", "dataset_dict.json"))
+
+
 def _imported_beside(path: Path) -> set[Path]:
-    """The Python files in a Python file's folder that it imports, and those that they import."""
+    """The Python files in a Python file's folder that it imports, those of packages too, and those that they import."""
     found: set[Path] = set()
     unread = [path] if path.suffix == ".py" else []
     while unread:
@@ -67,10 +77,12 @@ def _imported_beside(path: Path) -> set[Path]:
             for node in ast.walk(ast.parse(unread.pop().read_bytes())):
                 packages += imported(node)
         for package in packages:
-            file = path.with_name(f"{package}.py")
-            if file.is_file() and file not in found | {path}:
-                found.add(file)
-                unread.append(file)
+            module = path.with_name(f"{package}.py")
+            files = [module] if module.is_file() else path.with_name(package).rglob("*.py")
+            for file in files:
+                if file not in found | {path}:
+                    found.add(file)
+                    unread.append(file)
     return found
 
 

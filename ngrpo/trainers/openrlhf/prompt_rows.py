@@ -5,8 +5,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ngrpo.config.input_checks import check_row, label_note_of
+from ngrpo.config.run import current_run
 from ngrpo.machine.storage.datafiles import ENDINGS, Row, is_nothing, label_of, read_rows, with_shortest_floats
-from ngrpo.machine.upstream.openrlhf_flags import DATASETS
+from ngrpo.machine.upstream.openrlhf_flags import DATASETS, Flags
 from ngrpo.machine.upstream.patch import around
 from ngrpo.machine.upstream.types import DeepspeedStrategy
 from perturbations.errors import UsageError, require
@@ -56,19 +58,30 @@ class PromptRows:
         return PromptRows(self._sources, places, self._input_key, self._label_key)
 
     def __iter__(self) -> Iterator[Row]:
-        """The rows; ``UsageError`` for one without a value, since a start looks at a file's first 100,000 rows only."""
+        """The rows.
+
+        Raises:
+            UsageError: for a row without a value, and for a prompt that the run cannot render. A start looks at the
+                first 100,000 rows of files only, and not into saved datasets and those of the hub.
+        """
+        flags = Flags(current_run().openrlhf)
         columns = [column for column in (self._input_key, self._label_key) if column]
+        noted = set()  # numbers of the sources with a warning about a label
         for place in self._places:
             source = self._sources[place.source]
             row = dict(source.rows[place.row])
+            subject = f"{source.subject}: row {place.row + 1}"
             for column in columns:
                 if is_nothing(row.get(column)):
-                    raise UsageError(
-                        f"{source.subject}: row {place.row + 1} has no {column!r}. Give it one, or leave the row out."
-                    )
+                    raise UsageError(f"{subject} has no {column!r}. Give it one, or leave the row out.")
+            check_row(row, flags, subject=subject)
             if self._label_key:
                 label = row[self._label_key]
                 if source.label_type is not None:
+                    note = label_note_of(self._label_key, label, place.row + 1)
+                    if note and place.source not in noted:
+                        noted.add(place.source)
+                        print(f"ngrpo: warning: {source.subject}: {note}", flush=True)
                     label = with_shortest_floats(label, source.label_type)
                 row[self._label_key] = label_of(label)
             yield row

@@ -2,6 +2,7 @@
 """Training and evaluation read the same rows: prompts and labels are compared value by value, over odd files."""
 
 import json
+import re
 from collections.abc import Callable
 from datetime import date
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from ngrpo.config.dataset_file import CHECKED_ROWS
 from ngrpo.config.input_checks import check_files
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.methods import tasks
@@ -17,6 +19,7 @@ from ngrpo.methods.scoring import reward_calls
 from ngrpo.trainers.openrlhf import prompt_rows
 from ngrpo.workbench.evaluate import load_problems
 from perturbations.errors import UsageError
+from tests.support.run import run_with
 
 DATASETS = pytest.importorskip("datasets")
 UPSTREAM = pytest.importorskip("openrlhf.datasets.utils")
@@ -125,6 +128,7 @@ def test_pictures_of_a_parquet_file_are_decoded_as_before(monkeypatch: pytest.Mo
     features = {"input": DATASETS.Value("string"), "label": DATASETS.Value("string")}
     features |= {"images": DATASETS.List(DATASETS.Image())}
     DATASETS.Dataset.from_dict(row, DATASETS.Features(features)).to_parquet(tmp_path / "a.parquet")
+    run_with(monkeypatch, openrlhf=("--data.max_images_per_prompt", "1"))
     (picture,) = trained(monkeypatch, tmp_path, str(tmp_path / "a.parquet")).images[0]
     assert picture.size == (2, 3)
 
@@ -169,6 +173,69 @@ def test_a_folder_is_loaded_upstream_with_labels_by_the_same_rule(
     DATASETS.Dataset.from_dict({"input": ["Q", "R"], "label": ["7", None]}).save_to_disk(tmp_path / "other")
     with pytest.raises(UsageError, match=r"--data\.prompt_dataset \S+other: row 2 has no 'label'"):
         trained(monkeypatch, tmp_path, str(tmp_path / "other"))
+
+
+TEMPLATE = "--data.apply_chat_template"
+QUESTION = {"role": "user", "content": "2 + 2?"}
+UNUSABLE = {
+    "blank": (["a", " "], (), "row 2: the input 'input' is empty. A prompt is a text"),
+    "a number": ([1], (), "row 1: the input 'input' is a number. A prompt is a text"),
+    "messages as text": ([str([QUESTION])], (TEMPLATE,), "row 1: the input 'input' is chat messages written as a text"),
+    "messages without a template": ([[QUESTION]], (), f"row 1: the input 'input' is chat messages. Add {TEMPLATE}"),
+    "an answer": (
+        [[QUESTION, {"role": "assistant", "content": "4"}]],
+        (TEMPLATE,),
+        "row 1: the input 'input' is chat messages that end with the assistant's text. Leave the last message out",
+    ),
+}
+
+
+@pytest.mark.parametrize(("prompts", "flags", "says"), UNUSABLE.values(), ids=UNUSABLE)
+def test_prompts_of_a_saved_dataset_are_checked_as_those_of_a_file(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, prompts: list[Any], flags: tuple[str, ...], says: str
+) -> None:
+    saved = tmp_path / "saved"
+    DATASETS.Dataset.from_dict({"input": prompts, "label": ["4"] * len(prompts)}).save_to_disk(saved)
+    run_with(monkeypatch, openrlhf=flags)
+    with pytest.raises(UsageError, match=re.escape(f"--data.prompt_dataset {saved}: {says}")):
+        trained(monkeypatch, tmp_path, str(saved))
+
+
+@pytest.mark.parametrize(("column", "value"), [("images", ["a.png"]), ("tools", [{"type": "function"}])])
+def test_columns_of_a_saved_dataset_that_no_prompt_shows(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, column: str, value: list[Any]
+) -> None:
+    rows = {"input": ["Q", "R"], "label": ["1", "2"], column: [[], value]}
+    DATASETS.Dataset.from_dict(rows).save_to_disk(tmp_path / "saved")
+    with pytest.raises(UsageError, match=rf"saved: row 2 has {column}, which no prompt shows\. Add --data"):
+        trained(monkeypatch, tmp_path, str(tmp_path / "saved"))
+
+
+def test_rows_beyond_those_that_a_start_looks_at(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(lines(*["1"] * CHECKED_ROWS) + '{"input": "", "label": "1"}\n')
+    check_files(Flags(["--data.prompt_dataset", str(tmp_path / "a.jsonl"), "--data.label_key", "label"]))
+    with pytest.raises(UsageError, match=f"row {CHECKED_ROWS + 1}: the input 'input' is empty"):
+        trained(monkeypatch, tmp_path, str(tmp_path / "a.jsonl"))
+
+
+@pytest.mark.parametrize(
+    ("labels", "says"),
+    [
+        (["4", ""], "the label 'label' is empty in row 2; the reward is given it as it is."),
+        ([True, False], "the label 'label' is a bool in row 1; the reward is given the text 'True'."),
+        ([date(2024, 1, 1)], "the label 'label' is a date in row 1; the reward is given the text '2024-01-01'."),
+        ([["4"], ["5"]], "the label 'label' is a list in row 1; the reward is given it as it is."),
+        (["4", "5"], ""),
+    ],
+)
+def test_labels_of_a_saved_dataset_are_said_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str], labels: list[Any], says: str
+) -> None:
+    saved = tmp_path / "saved"
+    DATASETS.Dataset.from_dict({"input": ["Q"] * len(labels), "label": labels}).save_to_disk(saved)
+    trained(monkeypatch, tmp_path, str(saved))
+    expected = f"ngrpo: warning: --data.prompt_dataset {saved}: {says}\n" if says else ""
+    assert capsys.readouterr().out == expected
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from ngrpo.machine.storage.datafiles import is_nothing, label_of, read_rows, read_yaml
+from ngrpo.machine.storage.datafiles import contents, is_nothing, label_of, read_rows, read_yaml
 from perturbations.errors import UsageError
 
 
@@ -141,3 +141,41 @@ def test_a_number_in_yaml_stays_as_it_is_written(tmp_path: Path) -> None:
         "n": 12,
         "list": [0, -3, "0b1"],
     }
+
+
+# --- contents: what a run is recognised by ----------------------------------------------------------------------------
+
+
+def write(folder: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+
+
+def test_with_a_python_file_come_the_modules_and_packages_that_it_imports(tmp_path: Path) -> None:
+    files = {
+        "reward.py": "import torch\nimport near\nfrom helpers.judge import score\n",
+        "near.py": "import further\n",
+        "further.py": "",
+        "helpers/__init__.py": "",
+        "helpers/judge.py": "from . import words\n",
+        "helpers/words.py": "",
+        "unused.py": "",
+    }
+    write(tmp_path, files)
+    named = {str(tmp_path / name) for name in files if name != "unused.py"}
+    before = contents([str(tmp_path / "reward.py")])
+    assert before.keys() == named
+    (tmp_path / "helpers/words.py").write_text("RIGHT = 'right'\n")
+    after = contents([str(tmp_path / "reward.py")])
+    assert [name for name in named if before[name] != after[name]] == [str(tmp_path / "helpers/words.py")]
+
+
+@pytest.mark.parametrize("mark", ["state.json", "dataset_dict.json"])
+@pytest.mark.parametrize("part", ["", "@test"])
+def test_a_saved_dataset_is_all_of_its_files(tmp_path: Path, mark: str, part: str) -> None:
+    files = {mark: "{}", "test/data.arrow": "1"}
+    write(tmp_path / "saved", files)
+    write(tmp_path / "model", {"config.json": "{}"})
+    found = contents([f"{tmp_path / 'saved'}{part}", str(tmp_path / "model")])
+    assert found.keys() == {str(tmp_path / "saved" / name) for name in files}
