@@ -259,7 +259,7 @@ class RunConfig:
         return {name: value for name, value in limits.items() if value is not None}
 
     @property
-    def changes_rollouts(self) -> bool:
+    def configures_engines(self) -> bool:
         """Whether ngrpo configures the engines: they draw tokens in its own way, or record how they drew.
 
         Noise on the weights alone leaves the engines as they are.
@@ -282,7 +282,7 @@ class RunConfig:
         return flags.has("--train.async_enable") and not flags.has("--train.partial_rollout_enable")
 
     @property
-    def changes_rollout_policy(self) -> bool:
+    def rollout_policy_differs(self) -> bool:
         """Whether the policy that rolls out may be another one than the trainer's by design, so that it is measured."""
         return (
             self.perturbation is not None

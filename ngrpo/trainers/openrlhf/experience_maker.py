@@ -76,7 +76,7 @@ class MeasuringExperienceMaker(Upstream):
                 gaps = mismatch.gaps_of_samples(trajectories, log_probs)
         if ages is not None:
             self.note(staleness_measures(experiences, ages, gaps))
-        if run.changes_rollout_policy:
+        if run.rollout_policy_differs:
             self.note(rollout_policy_measures(self, experiences))
         if run.second_round is not None:
             self.note(second_round_measures(experiences, run.second_round))

@@ -59,7 +59,7 @@ class PerturbedRolloutRayActor(Upstream):
             kwargs.setdefault("logprobs_mode", "processed_logprobs")
             kwargs.setdefault("max_logprobs", 1)
             self.second_rounds_asked: Counter[str] = Counter()
-        spec = engine_spec(kwargs.get("seed", 0)) if run.changes_rollouts else None
+        spec = engine_spec(kwargs.get("seed", 0)) if run.configures_engines else None
         if spec is not None:
             kwargs["additional_config"] = {**(kwargs.get("additional_config") or {}), **engine_settings(spec)}
         if run.hardware == "cpu":
@@ -82,7 +82,7 @@ class PerturbedRolloutRayActor(Upstream):
         sampling_params: SamplingParams,
         multi_modal_data: Mapping[str, Any] | None = None,
     ) -> Any:
-        if not current_run().changes_rollouts:
+        if not current_run().configures_engines:
             return await super().generate(prompt_token_ids, sampling_params, multi_modal_data)
         await self.engine_check.passed()
         return await generate(self, prompt_token_ids, sampling_params, multi_modal_data)
@@ -117,7 +117,7 @@ class PerturbedRolloutRayActor(Upstream):
         if not is_last:
             return
         self.weight_version += 1
-        if current_run().changes_rollouts:
+        if current_run().configures_engines:
             await self.llm.collective_rpc("perturbation_prepare")
             self.engine_check.weights_synced()
 
@@ -127,7 +127,7 @@ class PerturbedRolloutRayActor(Upstream):
         # VLLM_ALLOW_INSECURE_SERIALIZATION), so worker_extension_cls stays OpenRLHF's.
         await self.llm.collective_rpc(weights_file.load_weights_file, args=(path,))
         self.weight_version += 1
-        if current_run().changes_rollouts:
+        if current_run().configures_engines:
             self.engine_check.weights_synced()
 
     async def perturbation_drift(self) -> Any:

@@ -120,7 +120,7 @@ class PerturbedSamplesGenerator(Upstream):
         """Our arguments of the current requests to the engines."""
         run = current_run()
         arguments: dict[str, Any] = {}
-        if run.changes_rollouts:
+        if run.configures_engines:
             arguments["round"] = self.rollout_round
         if self.evaluating and run.perturbation is not None and not run.perturbation.perturb_eval:
             arguments["enabled"] = False
