@@ -119,7 +119,7 @@ class Sampling(Options):
             settings["max_staleness"] = self.max_staleness
         return settings
 
-    def masks(self) -> dict[str, Any]:
+    def filters(self) -> dict[str, Any]:
         """``top_k`` and ``min_p``, where set."""
         return {name: value for name, value in self.given().items() if name in ("top_k", "min_p")}
 
@@ -131,7 +131,7 @@ class Sampling(Options):
 
     def truncations(self, flags: Flags) -> dict[str, Any]:
         """``top_k``, ``min_p`` and ``top_p``, where they cut tokens."""
-        truncations = self.masks()
+        truncations = self.filters()
         top_p = self.described(flags)["top_p"] or 0.0
         if top_p < 1.0:
             truncations["top_p"] = top_p

@@ -28,7 +28,8 @@ _CONTROL_TOKENS = 16
 """The length of a control."""
 _LONGEST_CONTROL_PROMPT = 512
 """A control has the beginning of a longer prompt: the trainer's forward has logits for the vocabulary at each token."""
-_FILTERS = ("temperature", "top_p", "top_k", "min_p")
+_CHECKED_SAMPLING = ("temperature", "top_p", "top_k", "min_p")
+"""The parameters that an agent must request as the run has them, besides those that change logits."""
 _SHOWN = 200
 """Characters of a prompt in a message."""
 
@@ -267,12 +268,12 @@ def requested_draws(conversation: sample_records.Conversation) -> sample_records
 
 def sampling_of(params: SamplingParams | None) -> dict[str, Any]:
     """The sampling parameters that decide with which probabilities tokens are drawn."""
-    return {name: getattr(params, name, None) for name in (*_FILTERS, *LOGITS_UNCHANGED)}
+    return {name: getattr(params, name, None) for name in (*_CHECKED_SAMPLING, *LOGITS_UNCHANGED)}
 
 
 def check_sampling(requested: SamplingParams, of_the_run: Mapping[str, Any]) -> None:
     """Raises RuntimeError if an agent draws tokens with other probabilities than the trainer scores them with."""
-    parameters = {name: getattr(requested, name) for name in _FILTERS}
+    parameters = {name: getattr(requested, name) for name in _CHECKED_SAMPLING}
     # A parameter may also be left at the value that changes nothing: OpenRLHF's own min_tokens is 1.
     parameters |= logit_changes(requested)
     changed = {name: value for name, value in parameters.items() if value != of_the_run[name]}

@@ -73,10 +73,10 @@ class PerturbedSamplesGenerator(Upstream):
         arguments = self.request_arguments()
         if self.follows_schedule():
             kwargs["temperature"] = kwargs.get("temperature", 1.0) * self.temperature_factor
-        masks = {} if self.evaluating else run.sampling.masks()
+        filters = {} if self.evaluating else run.sampling.filters()
         two_rounds = run.second_round is not None and not self.evaluating
         engines = self.vllm_engines
-        self.vllm_engines = [_Engine(engine, arguments, masks, two_rounds=two_rounds) for engine in engines]
+        self.vllm_engines = [_Engine(engine, arguments, filters, two_rounds=two_rounds) for engine in engines]
         try:
             # With dynamic filtering, which requests further prompts one by one, batches are never whole.
             if not run.reproducible or self.args.algo.dynamic_filtering_enable:
@@ -138,21 +138,21 @@ class PerturbedSamplesGenerator(Upstream):
 
 
 class _Engine:
-    """A proxy of a rollout actor's handle that adds our arguments and OpenRLHF's missing masks to each request."""
+    """A proxy of a rollout actor's handle that adds our arguments and OpenRLHF's missing filters to each request."""
 
     def __init__(
-        self, engine: Any, arguments: Mapping[str, Any], masks: Mapping[str, Any], *, two_rounds: bool
+        self, engine: Any, arguments: Mapping[str, Any], filters: Mapping[str, Any], *, two_rounds: bool
     ) -> None:
         """
         Args:
             engine: the handle.
             arguments: of each request, for the engine's perturbation.
-            masks: sampling parameters that OpenRLHF has no flags for (top-k, min-p).
+            filters: sampling parameters that OpenRLHF has no flags for (top-k, min-p).
             two_rounds: whether a prompt may get a second round, which `SecondRound.is_needed` decides.
         """
         self._engine = engine
         self._arguments = arguments
-        self._masks = masks
+        self._filters = filters
         self._two_rounds = two_rounds
         # OpenRLHF calls engine.generate_responses.remote(…), which is :meth:`remote`.
         self.generate_responses = self
@@ -163,7 +163,7 @@ class _Engine:
     def remote(self, *, sampling_params: SamplingParams, **kwargs: Any) -> Any:
         """As ``engine.generate_responses.remote``."""
         params = deepcopy(sampling_params)
-        for name, value in self._masks.items():
+        for name, value in self._filters.items():
             setattr(params, name, value)
         if self._arguments:
             extra_args = params.extra_args or {}
