@@ -43,11 +43,11 @@ class PerturbedActorTrainer(WholeBatches):
     """What goes in front of `ActorPPOTrainer`; a run without a feature skips its line.
 
     Attributes:
-        policy_noise: σ of the next weight sync, and the training step that its noise is drawn for; set by the trainer.
+        policy_noise: of the next weight sync; set by the trainer.
         gradient_norms: the norms of a rollout's updates, by the actor's number of updates so far.
     """
 
-    policy_noise = (0.0, 0)
+    policy_noise = model_actors.SyncNoise(step=0, sigma=0.0)
     gradient_norms: Mapping[int, float] = MappingProxyType({})
 
     def ppo_train(self, *args: object, **kwargs: object) -> Any:
@@ -154,12 +154,11 @@ class PerturbedActorTrainer(WholeBatches):
     def broadcast_to_vllm(self) -> None:
         run = current_run()
         noise = nullcontext()
-        scale, step = self.policy_noise
-        if run.policy_noise is not None and scale:
+        if run.policy_noise is not None and self.policy_noise.sigma:
             # Parameters have noise while they are sent, and lose it again to the bit: every engine and every
             # tensor-parallel rank gets the same ones.
             parameters = lora.base_parameters(model_actors.model_of(self.actor))
-            noise = run.policy_noise.added(parameters, scale, step)
+            noise = run.policy_noise.added(parameters, self.policy_noise.sigma, self.policy_noise.step)
         with noise:
             if syncs_by_file():
                 self.hand_over_weights()

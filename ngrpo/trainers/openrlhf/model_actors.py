@@ -7,7 +7,7 @@ The module also adds a perturbation's own parameters to a model, and gives them 
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -117,6 +117,13 @@ class _Replaying(Upstream):
         self._kept = (*self._kept, (what, values))
 
 
+class SyncNoise(NamedTuple):
+    """The policy noise of a weight sync: the training step that it is drawn for, and its σ, None before a first one."""
+
+    step: int
+    sigma: float | None
+
+
 class ReplayingPolicyActor(_Replaying):
     """What goes in front of `PolicyModelActor`."""
 
@@ -137,7 +144,7 @@ class ReplayingPolicyActor(_Replaying):
 
         Syncs for one step have the same noise, such as those around an evaluation.
         """
-        self.trainer.policy_noise = (scale, step)
+        self.trainer.policy_noise = SyncNoise(step=step, sigma=scale)
 
 
 class ReplayingReferenceActor(_Replaying):

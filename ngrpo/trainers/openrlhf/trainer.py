@@ -18,6 +18,7 @@ from ngrpo.machine.upstream.types import DeepspeedStrategy, Experience, PreTrain
 from ngrpo.methods.sampling_schedules.base import PastStep, Run, SamplingSchedule
 from ngrpo.trainers.openrlhf.actor_trainer import MEAN_METRICS
 from ngrpo.trainers.openrlhf.fresh_rollouts import FreshRollouts
+from ngrpo.trainers.openrlhf.model_actors import SyncNoise
 from perturbations.errors import UsageError, require
 
 _STATE = "ngrpo"
@@ -42,14 +43,14 @@ class PerturbedTrainer(Upstream):
 
     Attributes:
         next_rollout_step: the training step that trains the next rollouts, from 0.
-        noise: the step that the engines' noise was last chosen for, and its σ.
+        noise: of the engines, as it was last chosen.
         past_steps: for the sampling schedule.
         weight_version: of the trainer's weights: the number of weight syncs that it has made in this process.
     """
 
     next_rollout_step = 0
     weight_version = 0
-    noise: tuple[int, float | None] = (-1, None)
+    noise = SyncNoise(step=-1, sigma=None)
     past_steps: tuple[PastStep, ...] = ()
 
     def init_checkpoint_states(self) -> dict[str, Any]:
@@ -91,7 +92,7 @@ class PerturbedTrainer(Upstream):
         if hasattr(self, "samples_generator"):  # in an asynchronous run the generator has the round
             self.samples_generator.rollout_round = ours["rollout_round"]
         self.experience_maker.prompt_memory = ours["visits"]
-        self.noise = tuple(ours["noise"])
+        self.noise = SyncNoise(*ours["noise"])
         self.past_steps = tuple(PastStep(*step) for step in ours["past_steps"])
         if hasattr(self.kl_ctl, "target") and "kl_coefficient" in ours:  # the flags have a fixed one
             self.kl_ctl.value = ours["kl_coefficient"]
@@ -100,7 +101,7 @@ class PerturbedTrainer(Upstream):
         run = current_run()
         schedule = followed_schedule()
         # The noise and the temperature of the rollouts that this step trains on.
-        rollout_noise = self.noise[1]
+        rollout_noise = self.noise.sigma
         rollout_factor = self.samples_generator.temperature_factor if schedule is not None else 1.0
         self.experience_maker.training_step = global_step
         self.experience_maker.weight_version = self.weight_version
@@ -139,12 +140,12 @@ class PerturbedTrainer(Upstream):
             super().broadcast_to_vllm()
             self.weight_version += 1
             return
-        chosen_for, scale = self.noise
-        if chosen_for != self.next_rollout_step:
+        if self.noise.step != self.next_rollout_step:
             total = steps_of_run(self.args, len(self.prompts_dataloader))
-            scale = noise.scale(self.next_rollout_step, total, scale, self.experience_maker.rollout_divergence)
-            self.noise = (self.next_rollout_step, scale)
-        self.send_weights(scale)
+            divergence = self.experience_maker.rollout_divergence
+            sigma = noise.scale(self.next_rollout_step, total, self.noise.sigma, divergence)
+            self.noise = SyncNoise(step=self.next_rollout_step, sigma=sigma)
+        self.send_weights(self.noise.sigma)
 
     def evaluate(self, *args: object, **kwargs: object) -> Any:
         if current_run().policy_noise is None:
@@ -153,7 +154,7 @@ class PerturbedTrainer(Upstream):
         try:
             return super().evaluate(*args, **kwargs)
         finally:
-            self.send_weights(self.noise[1])
+            self.send_weights(self.noise.sigma)
 
     def send_weights(self, scale: float | None) -> None:
         """Sends the engines weights with noise of this σ."""
@@ -169,7 +170,7 @@ class PerturbedTrainer(Upstream):
         states[_STATE] = {
             "rollout_round": getattr(getattr(self, "samples_generator", None), "rollout_round", 0),
             "visits": self.experience_maker.prompt_memory,
-            "noise": self.noise,
+            "noise": tuple(self.noise),  # no class of ours, so that an earlier release reads it too
             "past_steps": [astuple(step) for step in self.past_steps],
             # OpenRLHF 0.11.2 adapts it with --algo.kl.target, and leaves it out of its own states.
             "kl_coefficient": self.kl_ctl.value,
