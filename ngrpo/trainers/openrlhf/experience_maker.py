@@ -96,7 +96,7 @@ class MeasuringExperienceMaker(Upstream):
                 step_advantages.level_equal(experiences)
             else:
                 ours = step_advantages.compute(self, experiences, run.advantage)
-                with step_advantages.replacing_estimates(ours.batches):
+                with step_advantages.replacing_estimates(ours.replacements()):
                     experiences = super().compute_advantages_and_returns(experiences)
                 self.note(ours.measures)
         self.warn_of_clipped(clipped)

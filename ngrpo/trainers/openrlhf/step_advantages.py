@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,11 @@ from ngrpo.trainers.common.sample_records import TwoRounds, two_rounds
 from ngrpo.trainers.openrlhf.experiences import masked
 from ngrpo.trainers.openrlhf.model_actors import kept_by_actors
 from ngrpo.trainers.openrlhf.rewards import responses
+from perturbations.errors import require
 from perturbations.seeds import trajectory_seed
+
+Replacement = Callable[[Tensor], Tensor]
+"""What a micro-batch's advantages (B,) are, given OpenRLHF's estimates of them (B,)."""
 
 # ---- what a run remembers of its prompts ---------------------------------------------------------------------------
 
@@ -140,14 +145,42 @@ class GroupOrder:
 class StepAdvantages:
     """What replaces OpenRLHF's estimates of a step.
 
+    Exactly one of ``advantages`` and ``zeroed`` is set; each has a row (B,) for each micro-batch.
+
     Attributes:
-        batches: for each micro-batch a row (B,): the run's advantages; or in bool, in a run without an advantage,
-            whether the response's estimate is replaced by 0.
+        advantages: the run's, which replace the estimates.
+        zeroed: in a run without an advantage, the responses whose estimate becomes 0, in bool.
         measures: the step's metrics ``advantage/…``.
     """
 
-    batches: tuple[Tensor, ...]
-    measures: dict[str, float]
+    advantages: tuple[Tensor, ...] | None = None
+    zeroed: tuple[Tensor, ...] | None = None
+    measures: dict[str, float] = field(default_factory=dict)
+
+    def replacements(self) -> list[Replacement]:
+        """What makes a micro-batch's advantages of its estimates, for each micro-batch."""
+        if self.zeroed is not None:
+            return [partial(_with_zeros, is_zero=row) for row in self.zeroed]
+        return [partial(_in_place_of, row=row) for row in require(self.advantages, "a step's advantages")]
+
+
+def _in_place_of(estimated: Tensor, row: Tensor) -> Tensor:
+    _check_order(estimated, row)
+    return row
+
+
+def _with_zeros(estimated: Tensor, is_zero: Tensor) -> Tensor:
+    _check_order(estimated, is_zero)
+    return estimated.masked_fill(is_zero, 0.0)
+
+
+def _check_order(estimated: Tensor, row: Tensor) -> None:
+    """Raises RuntimeError where a row is of another micro-batch than the estimates."""
+    if row.shape != estimated.shape:
+        raise RuntimeError(
+            f"OpenRLHF has {tuple(estimated.shape)} estimates of a micro-batch, the run's advantages are"
+            f" {tuple(row.shape)}: the micro-batches are not in the order of the experiences."
+        )
 
 
 def compute(maker: Any, experiences: list[Experience], advantage: Advantage | None) -> StepAdvantages:
@@ -164,7 +197,7 @@ def compute(maker: Any, experiences: list[Experience], advantage: Advantage | No
     rewards = order.grouped(torch.cat([experience.rewards for experience in experiences]))
     if advantage is None:
         is_uniform = rewards.amax(-1, keepdim=True) == rewards.amin(-1, keepdim=True)
-        return StepAdvantages(order.batches(is_uniform.expand_as(rewards)), measures={})
+        return StepAdvantages(zeroed=order.batches(is_uniform.expand_as(rewards)))
 
     advantage = advantage.at_step(maker.training_step)
     further = None
@@ -189,7 +222,7 @@ def compute(maker: Any, experiences: list[Experience], advantage: Advantage | No
         measures["advantage/overlong"] = overlong.float().mean().item()
     if has_counts:
         measures["advantage/outcomes"] = float(len(maker.prompt_memory))
-    return StepAdvantages(order.batches(advantages), measures)
+    return StepAdvantages(advantages=order.batches(advantages), measures=measures)
 
 
 def with_length_penalties(experiences: Sequence[Experience], args: Any) -> list[Experience]:
@@ -273,24 +306,24 @@ _FURTHER: dict[str, Callable[[Any, Sequence[Experience], Any], Tensor]] = {
 
 # ---- into OpenRLHF -------------------------------------------------------------------------------------------------
 
-_pending: ContextVar[deque[Tensor] | None] = ContextVar("pending_advantages", default=None)
+_pending: ContextVar[deque[Replacement] | None] = ContextVar("pending_advantages", default=None)
 
 
 @contextmanager
-def replacing_estimates(batches: Sequence[Tensor]) -> Iterator[None]:
-    """In this context each call of OpenRLHF's `compute_reward` gets the next of these rows in place of its estimates.
+def replacing_estimates(replacements: Sequence[Replacement]) -> Iterator[None]:
+    """In this context each call of OpenRLHF's `compute_reward` gets what the next replacement makes of its estimates.
 
-    The estimates are local variables of that method: penalties and group statistics make them, and a loop over the
-    micro-batches hands each row (B,) to `compute_reward` (clip, KL penalty, last token), in the order of the
-    experiences. So `compute_reward` is the only place where the rows can be replaced.
+    The estimates are local variables of `compute_advantages_and_returns`: penalties and group statistics make them, and
+    a loop over the micro-batches hands each row (B,) to `compute_reward` (clip, KL penalty, last token), in the order
+    of the experiences. So `compute_reward` is the only place where the rows can be replaced.
 
     Args:
-        batches: as in :class:`StepAdvantages`, in the order of the experiences.
+        replacements: of :meth:`StepAdvantages.replacements`, in the order of the experiences.
 
     Raises:
-        RuntimeError: unless `compute_reward` was called once for each row.
+        RuntimeError: unless `compute_reward` was called once for each of them.
     """
-    pending = deque(batches)
+    pending = deque(replacements)
     token = _pending.set(pending)
     try:
         yield
@@ -334,7 +367,7 @@ def _note_clipped(estimates: Tensor, clip_range: tuple[float, float] | None) -> 
 
 
 def _replaced(estimated: Tensor) -> Tensor:
-    """The next row for a micro-batch's estimates (B,).
+    """What the next replacement makes of a micro-batch's estimates (B,).
 
     A function of the module, since Ray pickles the closure above by value, and a context variable cannot be pickled.
     """
@@ -343,15 +376,7 @@ def _replaced(estimated: Tensor) -> Tensor:
         return estimated
     if not pending:
         raise RuntimeError("OpenRLHF computes rewards for more micro-batches than the step has.")
-    row = pending.popleft()
-    if row.shape != estimated.shape:
-        raise RuntimeError(
-            f"OpenRLHF has {tuple(estimated.shape)} estimates of a micro-batch, the run's advantages are"
-            f" {tuple(row.shape)}: the micro-batches are not in the order of the experiences."
-        )
-    if row.dtype == torch.bool:
-        return estimated.masked_fill(row, 0.0)
-    return row
+    return pending.popleft()(estimated)
 
 
 def level_equal(experiences: Sequence[Experience]) -> None:

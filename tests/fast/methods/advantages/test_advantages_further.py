@@ -391,7 +391,7 @@ def spo_step(maker: Any, rewards: list[float], micro_batches: list[list[int]]) -
     spo = advantages.create("spo", rho=0.75)
     step = step_advantages.compute(maker, experiences, spo)
     by_index = torch.empty_like(rewards_by_index)
-    for indices, values in zip(micro_batches, step.batches, strict=True):
+    for indices, values in zip(micro_batches, step.advantages, strict=True):
         by_index[indices] = values
     return by_index.tolist()
 

@@ -10,7 +10,7 @@ import torch
 from ngrpo.methods.advantages import compute, create
 from ngrpo.methods.scoring.answers import outcome
 from ngrpo.trainers.openrlhf import step_advantages
-from ngrpo.trainers.openrlhf.step_advantages import Visits, advantage_measures
+from ngrpo.trainers.openrlhf.step_advantages import StepAdvantages, Visits, advantage_measures
 
 # --- COPO's visits -------------------------------------------------------------------------------------------
 
@@ -83,7 +83,7 @@ def test_a_step_computes_with_the_options_of_its_time(training_step: int, k: int
     experience = SimpleNamespace(index=[0, 1, 2, 3], rewards=rewards, prompts=["p"] * 4)
     args = SimpleNamespace(rollout=SimpleNamespace(n_samples_per_prompt=4))
     maker = SimpleNamespace(args=args, training_step=training_step)
-    (advantages,) = step_advantages.compute(maker, [experience], advantage).batches
+    (advantages,) = step_advantages.compute(maker, [experience], advantage).advantages
     expected = create("pkpo", k=k).compute(rewards.unsqueeze(0))[0]
     assert torch.equal(advantages, expected)
 
@@ -91,10 +91,10 @@ def test_a_step_computes_with_the_options_of_its_time(training_step: int, k: int
 # --- the rows that replace OpenRLHF's estimates -------------------------------------------------------------
 
 ESTIMATES = torch.tensor([4.0, 5.0])
-# One row for each of two micro-batches: advantages; and in bool, whether an estimate is replaced by 0.
+# For each of two micro-batches: advantages; and zeros in the place of some estimates.
 ROWS = [
-    torch.tensor([1.0, 2.0]),
-    torch.tensor([True, False]),
+    *StepAdvantages(advantages=(torch.tensor([1.0, 2.0]),)).replacements(),
+    *StepAdvantages(zeroed=(torch.tensor([True, False]),)).replacements(),
 ]
 
 compute_reward = step_advantages.compute_reward(lambda r, scale: r * scale)
@@ -103,7 +103,7 @@ compute_reward = step_advantages.compute_reward(lambda r, scale: r * scale)
 def test_openrlhf_continues_with_our_rows_and_takes_each_once() -> None:
     with step_advantages.replacing_estimates(ROWS):
         assert compute_reward(ESTIMATES, 2.0).tolist() == [2.0, 4.0]
-        assert compute_reward(ESTIMATES, scale=1.0).tolist() == [0.0, 5.0], "a row of bool sets estimates to 0"
+        assert compute_reward(ESTIMATES, scale=1.0).tolist() == [0.0, 5.0], "the first one is set to 0"
         with pytest.raises(RuntimeError, match="more micro-batches than the step has"):
             compute_reward(ESTIMATES, 1.0)
 

@@ -70,7 +70,7 @@ def test_a_step_s_normalisation_is_over_the_advantages_of_both_rounds(monkeypatc
         mm_train_inputs=carried + [None] * 4,
     )
     maker = SimpleNamespace(args=SimpleNamespace(rollout=SimpleNamespace(n_samples_per_prompt=4)), training_step=0)
-    (of_step,) = step_advantages.compute(maker, [experience], LessMean()).batches
+    (of_step,) = step_advantages.compute(maker, [experience], LessMean()).advantages
     raw = torch.tensor([0.75, -0.25, -0.25, -0.25, 0.5, 0.5, -0.5, -0.5])
     assert of_step.tolist() == pytest.approx(((raw - raw.mean()) / raw.std()).tolist(), abs=1e-5)
 
