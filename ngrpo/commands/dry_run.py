@@ -48,7 +48,7 @@ def dry_run(run: RunConfig, shape: str, *, checks_only: bool = False) -> int:
     for note in (*run.notes, *run_notes.all_notes(complete)):
         print(f"{colored('warning', 'yellow')}: {hanging(note, _INDENT, width=_WIDTH)}")
     if checks_only:
-        return _run_checks(rules.outcomes(complete))
+        return _run_checks(rules.dry_run_checks(complete))
 
     as_started = complete.with_task_in_run_folder()
     _print_section("added to OpenRLHF's flags", _added(as_started))
@@ -66,7 +66,7 @@ def dry_run(run: RunConfig, shape: str, *, checks_only: bool = False) -> int:
     _print_section("memory of one GPU in GiB, estimated", memory)
     _print_section("tokens", _tokens(args, gpu_memory))
     print(colored("checks", "bold"))
-    failed = _run_checks(rules.outcomes(complete))
+    failed = _run_checks(rules.dry_run_checks(complete))
     too_large = any(_WRONG in line for line in memory)
     return 1 if failed or too_large else 0
 

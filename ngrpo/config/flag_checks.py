@@ -159,7 +159,7 @@ def _check_ranks(checkpoint: Path, saved_ranks: int, args: placement.Args) -> No
         )
 
 
-def first_step(flags: Flags) -> str:
+def about_start(flags: Flags) -> str:
     """A line on where the run starts."""
     latest = _latest(flags)
     if not flags.has(LOAD):

@@ -148,7 +148,7 @@ RULES = (
     Rule("start", "the upstream patches match the installed packages", check_patches),
     Rule(
         "start",
-        lambda complete: flag_checks.first_step(complete.flags),
+        lambda complete: flag_checks.about_start(complete.flags),
         lambda complete: flag_checks.check_checkpoint(complete.flags),
     ),
     Rule("start", "a resumed run has its model and its methods", stretches.check),
@@ -210,7 +210,7 @@ def check(stage: Stage, complete: CompleteRun) -> None:
             rule.check(complete)
 
 
-def outcomes(complete: CompleteRun) -> list[tuple[str, Callable[[], str | None]]]:
+def dry_run_checks(complete: CompleteRun) -> list[tuple[str, Callable[[], str | None]]]:
     """The line of each rule in a dry run, and its check."""
     return [(rule.line(complete), partial(rule.check, complete)) for rule in RULES]
 

@@ -26,7 +26,7 @@ def start_lines(complete: CompleteRun) -> list[str]:
     """What a start says of every run: where it continues, what its checkpoints take, and the flags that ngrpo adds."""
     lines = []
     if complete.flags.has(flag_checks.LOAD):
-        lines.append(flag_checks.first_step(complete.flags))
+        lines.append(flag_checks.about_start(complete.flags))
     lines.append(host_plan.about_checkpoints(complete.args))
     added = complete.with_task_in_run_folder().flags.added
     if added:

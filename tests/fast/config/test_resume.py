@@ -156,9 +156,9 @@ def test_a_checkpoint_of_other_ranks_is_refused(prefix: str, tmp_path: Path) -> 
 def test_where_a_run_starts_is_said(tmp_path: Path) -> None:
     """Whole runs: tests/pipeline/test_faults.py, whose folder DeepSpeed writes."""
     flags = Flags(["--ckpt.path", str(tmp_path), "--ckpt.load_enable"])
-    assert flag_checks.first_step(Flags(["--ckpt.path", str(tmp_path)])) == "starts at step 0"
+    assert flag_checks.about_start(Flags(["--ckpt.path", str(tmp_path)])) == "starts at step 0"
     flag_checks.check_checkpoint(flags)
-    line = flag_checks.first_step(flags)
+    line = flag_checks.about_start(flags)
     assert line.startswith("warning: ")
     assert "starts at step 0" in line
     folder = tmp_path / "_actor"
@@ -176,4 +176,4 @@ def test_where_a_run_starts_is_said(tmp_path: Path) -> None:
     flag_checks.check_checkpoint(flags)
     with pytest.raises(UsageError, match="lacks the moving average"):
         flag_checks.check_checkpoint(Flags([*flags.argv, "--train.enable_ema"]))
-    assert flag_checks.first_step(flags) == f"continues after global_step40 of {folder} (--ckpt.load_enable)"
+    assert flag_checks.about_start(flags) == f"continues after global_step40 of {folder} (--ckpt.load_enable)"

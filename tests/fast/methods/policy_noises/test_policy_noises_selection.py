@@ -106,7 +106,7 @@ def test_a_start_and_a_dry_run_refuse_the_model(tmp_path: Path) -> None:
     words = ["--reward.remote_url", "r.py", "--algo.advantage.estimator", "group_norm"]
     words += ["--rollout.n_samples_per_prompt", "4", "--actor.model_name_or_path", model]
     complete = CompleteRun(run=run_of(policy_noise=AQN), flags=Flags(words))
-    of_dry_run = dict(rules.outcomes(complete))[f"the options fit the model {model}"]
+    of_dry_run = dict(rules.dry_run_checks(complete))[f"the options fit the model {model}"]
     for check in (partial(rules.check, "model", complete), of_dry_run):
         with pytest.raises(UsageError, match="--policy_noise aqn: the model's parameters"):
             check()
