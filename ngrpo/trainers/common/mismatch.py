@@ -216,14 +216,11 @@ class GapScale:
         """Whether this step's unperturbed responses are measured."""
         return self._first_mean is None or self._measures_each_step
 
-    def of(self, unperturbed: float | None) -> float | None:
-        """The scale of a step in nats; None before the first measurement.
+    def update(self, unperturbed: float | None) -> float | None:
+        """Takes in this step's unperturbed mean (None if not measured) and returns the scale in nats.
 
-        It is the run's first unperturbed mean. Where weights drift, the mean of this step takes its place if it is
-        larger.
-
-        Args:
-            unperturbed: this step's mean, None if it was not measured.
+        The scale is the run's first unperturbed mean; where weights drift, the mean of this step takes its place if it
+        is larger. None before the first measurement.
         """
         if self._first_mean is None:
             self._first_mean = unperturbed
@@ -250,7 +247,7 @@ class GapScale:
             MismatchTooLarge: a mean is too large, and ``strict`` is set.
         """
         unperturbed = measures.get("perturbation/gap_unperturbed_mean")
-        scale = self.of(unperturbed)
+        scale = self.update(unperturbed)
         if scale is None:
             return
         if unperturbed is not None and not self._noisy:
@@ -313,8 +310,8 @@ def check_gap(measures: Mapping[str, float], limit: float, *, strict: bool) -> N
     expected = max(plain or 0.0, Limits.FLOAT32_MEAN)
     if before is not None:
         first = max(before, Limits.BF16_MIN_GAP)
-        # Equal means come from the same tokens: there are no plain tokens but those before the first perturbed input.
-        expected = first if before == plain else min(expected, first)
+        has_no_later_plain = before == plain  # both means are then over the same tokens
+        expected = first if has_no_later_plain else min(expected, first)
     if perturbed <= limit * expected:
         return
     compared = "there is no plain position" if plain is None else f"at plain positions they differ by {plain:.2g}"

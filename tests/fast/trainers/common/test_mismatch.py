@@ -213,7 +213,7 @@ def test_when_weights_drift_by_design(
     maker.strategy.args.rollout.vllm_generate_batch_size = batch
     scale = experience_maker.gap_scale(maker)
     assert scale is experience_maker.gap_scale(maker)
-    scale.of(0.02)
+    scale.update(0.02)
     assert scale.is_needed == (asynchronous or batch > 8)
 
 
