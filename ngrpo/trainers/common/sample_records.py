@@ -161,11 +161,12 @@ class Conversation:
             self._tokens = self._tokens[:unchanged]
             self.trajectory = replace(kept, dropped=kept.dropped + dropped_edits)
 
-    def earlier(self, prompt: Sequence[int]) -> ReplayRecord | None:
-        """The record for a request's arguments, after :meth:`drop_changed` with its prompt.
+    def begin_request(self, prompt: Sequence[int]) -> ReplayRecord | None:
+        """Counts a request, and returns the earlier turns' record for its arguments; None before the first turn.
 
-        A repeated prompt gets another seed, so that it has its own draws. It keeps the record's seed where the replay
-        draws noise of earlier turns again from that seed.
+        Call it once for each request, after :meth:`drop_changed` with its prompt. It sets :attr:`repeats`, and gives a
+        repeated prompt another seed, so that it has its own draws. The record keeps its seed where the replay draws
+        noise of earlier turns again from that seed.
         """
         key = np.asarray(prompt, dtype=np.int64).tobytes()
         self.repeats = self._requests[key]

@@ -306,7 +306,7 @@ async def generate(
         # The trajectory's arguments come last and win: an agent may have made its own sampling parameters.
         arguments = {"seed": seed, **arguments, **conversation.arguments}
         conversation.drop_changed(prompt)
-        earlier = conversation.earlier(prompt)
+        earlier = conversation.begin_request(prompt)
         if earlier is not None:
             arguments["record"] = earlier.to_bytes()
         elif conversation.repeats:

@@ -68,13 +68,13 @@ def test_a_prompt_that_is_sampled_again_has_other_draws() -> None:
     """The second and the third attempt at the first prompt; a template's next turn is no second attempt."""
     conversation = Conversation({})
     conversation.drop_changed(FIRST)
-    assert conversation.earlier(FIRST) is None
+    assert conversation.begin_request(FIRST) is None
     conversation.add(packed([3, 4, 6], 3, [-0.1, -0.2, -0.3, -0.4]), FIRST, RESPONSE)
 
     attempts = []
     for prompt in (FIRST, FIRST, FIRST + RESPONSE):
         conversation.drop_changed(prompt)
-        attempts.append(conversation.earlier(prompt).seed)
+        attempts.append(conversation.begin_request(prompt).seed)
 
     second, third, _ = attempts
     assert len({9, second, third}) == 3
@@ -86,8 +86,8 @@ NEXT_PROMPT = FIRST + RESPONSE + TOOL
 def test_a_later_turn_that_is_sampled_again_keeps_its_replayed_edits() -> None:
     conversation = first_turn()
     conversation.drop_changed(NEXT_PROMPT)
-    first_attempt = conversation.earlier(NEXT_PROMPT)
-    second_attempt = conversation.earlier(NEXT_PROMPT)
+    first_attempt = conversation.begin_request(NEXT_PROMPT)
+    second_attempt = conversation.begin_request(NEXT_PROMPT)
     assert first_attempt.seed == 9
     assert second_attempt.seed != 9
     assert second_attempt.positions.tolist() == [3, 4, 6]
@@ -100,15 +100,15 @@ def test_noise_of_earlier_turns_keeps_the_seed() -> None:
     noisy = dataclasses.replace(earlier, sigma=np.full(len(earlier), 0.5, np.float32))
     conversation.trajectory = dataclasses.replace(conversation.trajectory, record=noisy)
     conversation.drop_changed(NEXT_PROMPT)
-    assert conversation.earlier(NEXT_PROMPT).seed == 9
-    assert conversation.earlier(NEXT_PROMPT).seed == 9
+    assert conversation.begin_request(NEXT_PROMPT).seed == 9
+    assert conversation.begin_request(NEXT_PROMPT).seed == 9
 
 
 def test_a_density_that_is_drawn_again_in_the_trainer_keeps_the_seed() -> None:
     conversation = first_turn(redrawn=True)
     conversation.drop_changed(NEXT_PROMPT)
-    assert conversation.earlier(NEXT_PROMPT).seed == 9
-    assert conversation.earlier(NEXT_PROMPT).seed == 9
+    assert conversation.begin_request(NEXT_PROMPT).seed == 9
+    assert conversation.begin_request(NEXT_PROMPT).seed == 9
     assert conversation.repeats == 1, "by which an evaluation, without records, changes the request's seed"
 
 
