@@ -162,4 +162,4 @@ def test_where_asynchronous_the_round_and_the_counts_go_on(tmp_path: Path, smoll
     (states,) = folder.glob("checkpoints/_actor/global_step4/mp_rank_*_model_states.pt")
     checkpoint = torch.load(states, weights_only=False)
     assert checkpoint["data_loader_state_dict"]["ngrpo_round"] == 4
-    assert len(checkpoint["ngrpo"]["visits"]) == fourth
+    assert len(checkpoint["ngrpo"]["prompt_memory"]) == fourth

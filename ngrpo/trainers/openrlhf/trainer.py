@@ -91,7 +91,8 @@ class PerturbedTrainer(Upstream):
         """Goes on with our part of a checkpoint's states."""
         if hasattr(self, "samples_generator"):  # in an asynchronous run the generator has the round
             self.samples_generator.rollout_round = ours["rollout_round"]
-        self.experience_maker.prompt_memory = ours["visits"]
+        # Checkpoints of earlier releases have COPO's counts and SPO's values under "visits".
+        self.experience_maker.prompt_memory = ours.get("prompt_memory", ours.get("visits"))
         self.noise = SyncNoise(*ours["noise"])
         self.past_steps = tuple(PastStep(*step) for step in ours["past_steps"])
         if hasattr(self.kl_ctl, "target") and "kl_coefficient" in ours:  # the flags have a fixed one
@@ -169,7 +170,7 @@ class PerturbedTrainer(Upstream):
         # In place, since OpenRLHF saves the best checkpoint with the same states.
         states[_STATE] = {
             "rollout_round": getattr(getattr(self, "samples_generator", None), "rollout_round", 0),
-            "visits": self.experience_maker.prompt_memory,
+            "prompt_memory": self.experience_maker.prompt_memory,
             "noise": tuple(self.noise),  # no class of ours, so that an earlier release reads it too
             "past_steps": [astuple(step) for step in self.past_steps],
             # OpenRLHF 0.11.2 adapts it with --algo.kl.target, and leaves it out of its own states.

@@ -51,7 +51,20 @@ def test_round_and_counts_go_on() -> None:
     assert states["global_step"] == 7
     assert second.samples_generator.rollout_round == 7
     assert second.experience_maker.prompt_memory.count(["p"], ["1"]) == [1]
-    assert repr(states["ngrpo"]["visits"]) == "Visits of 2 outcomes", "OpenRLHF prints the states"
+    assert repr(states["ngrpo"]["prompt_memory"]) == "Visits of 2 outcomes", "OpenRLHF prints the states"
+
+
+def test_a_checkpoint_of_an_earlier_release_has_the_counts_under_another_name() -> None:
+    first = our_trainer(Trainer)()
+    first.experience_maker.prompt_memory = Visits()
+    first.experience_maker.prompt_memory.count(["p"], ["1"])
+    first.save_logs_and_checkpoints(7, LOGGED, {"global_step": 7, "data_loader_state_dict": {}})
+    states = pickle.loads(Trainer.saved)
+    states["ngrpo"]["visits"] = states["ngrpo"].pop("prompt_memory")
+    resumed = our_trainer(Trainer)()
+    resumed.saved = pickle.dumps(states)
+    resumed.init_checkpoint_states()
+    assert resumed.experience_maker.prompt_memory.count(["p"], ["1"]) == [1]
 
 
 @pytest.mark.parametrize(("adaptive", "resumed"), [({"target": 0.1}, 0.03), ({}, 0.02)])

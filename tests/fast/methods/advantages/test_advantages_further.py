@@ -404,7 +404,7 @@ def test_a_step_takes_off_the_value_before_it_and_goes_on_after_a_resume() -> No
     values = spo_step(before.experience_maker, [1, 0, 1, 1], micro_batches=[[2], [0, 3, 1]])
     assert values == pytest.approx([1.5**0.5, -(1.5**0.5), 0.0, 0.0])
     before.save_logs_and_checkpoints(1, LOGGED, {"global_step": 1, "data_loader_state_dict": {}})
-    saved_values = pickle.loads(Trainer.saved)["ngrpo"]["visits"]
+    saved_values = pickle.loads(Trainer.saved)["ngrpo"]["prompt_memory"]
     assert "Values of 2 prompts" in repr(saved_values)
 
     resumed = our_trainer(Trainer)()
