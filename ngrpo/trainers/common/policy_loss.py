@@ -24,14 +24,13 @@ Actions = Float[Tensor, "batch actions"]
 
 
 class RatioMeasure:
-    """Measures the mean PPO ratio π_new / π_old of a call in ``mean``, and adds the score of ``densities``.
+    """Measures the mean PPO ratio π_new / π_old of a call in ``mean``.
 
     The log-ratio is clamped to ±20, as in OpenRLHF's loss, so that the mean is finite.
     """
 
-    def __init__(self, loss: Loss, densities: Densities | None = None) -> None:
+    def __init__(self, loss: Loss) -> None:
         self._loss = loss
-        self._densities = densities
         self.mean = torch.tensor(1.0)
 
     def __call__(
@@ -40,9 +39,18 @@ class RatioMeasure:
         with torch.no_grad():
             ratio = (log_probs - old_log_probs).float().clamp(-20.0, 20.0).exp()
             self.mean = (ratio * action_mask).sum() / action_mask.sum().clamp_min(1)
-        if self._densities is not None:
-            log_probs = self._densities.for_policy_loss(log_probs)
         return self._loss(log_probs, old_log_probs, *args, action_mask=action_mask, **kwargs)
+
+
+class DensityScoreLoss:
+    """A policy loss whose log-probabilities also have the score of a perturbation's density."""
+
+    def __init__(self, loss: Loss, densities: Densities) -> None:
+        self._loss = loss
+        self._densities = densities
+
+    def __call__(self, log_probs: Tensor, *args: object, **kwargs: object) -> Any:
+        return self._loss(self._densities.for_policy_loss(log_probs), *args, **kwargs)
 
 
 def rows_of_tokens(action_mask: Tensor, attention_mask: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
@@ -176,7 +184,9 @@ class CreditInLoss:
         return total + (marked_loss - marked_loss.detach()), *measures
 
 
-def behavior(action_mask: Tensor, rounds_by_response: Sequence[TwoRounds | None]) -> tuple[Tensor, Tensor]:
+def second_round_log_probs(
+    action_mask: Tensor, rounds_by_response: Sequence[TwoRounds | None]
+) -> tuple[Tensor, Tensor]:
     """log π_old of second-round responses given the prompts they were drawn from, (B, A), 0 elsewhere; and where they
     are, (B, A) bool.
 
@@ -212,7 +222,7 @@ class TwoRoundsLoss:
     ):
         self._method = method
         self._loss = loss
-        self._behavior_log_probs, self._is_second = behavior(action_mask, rounds_by_response)
+        self._behavior_log_probs, self._is_second = second_round_log_probs(action_mask, rounds_by_response)
 
     def __call__(
         self,

@@ -16,7 +16,7 @@ from ngrpo.config.run import RunConfig, current_run
 from ngrpo.machine.models import lora
 from ngrpo.machine.upstream.types import Experience
 from ngrpo.trainers.common import log_probs, sample_records, weights_file
-from ngrpo.trainers.common.policy_loss import CreditInLoss, RatioMeasure, TwoRoundsLoss
+from ngrpo.trainers.common.policy_loss import CreditInLoss, DensityScoreLoss, RatioMeasure, TwoRoundsLoss
 from ngrpo.trainers.common.score_centering import ImportanceWeight, Sampler, ScoreCentering, WeightedLoss
 from ngrpo.trainers.openrlhf import lora_sync, model_actors
 from ngrpo.trainers.openrlhf.experiences import marks_of
@@ -118,7 +118,9 @@ class PerturbedActorTrainer(WholeBatches):
                 )
             )
             if run.perturbation is not None:
-                ratio = RatioMeasure(loss, action_densities)
+                if action_densities is not None:
+                    loss = DensityScoreLoss(loss, action_densities)
+                ratio = RatioMeasure(loss)  # outermost, so that the ratio is measured without the density's score
                 loss = ratio
             self.actor_loss_fn = loss
             try:

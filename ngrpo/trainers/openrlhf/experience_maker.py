@@ -329,7 +329,7 @@ def drawn_as_trained(experience: Experience) -> Tensor:
     A second round's responses to another prompt are not: their log-probabilities differ by the prompt.
     """
     rounds_by_response = sample_records.two_rounds(experience.mm_train_inputs, len(experience.action_mask))
-    _, is_second = policy_loss.behavior(experience.action_mask, rounds_by_response)
+    _, is_second = policy_loss.second_round_log_probs(experience.action_mask, rounds_by_response)
     return experience.action_mask.bool() & ~is_second
 
 
@@ -365,7 +365,7 @@ def second_round_measures(experiences: Sequence[Experience], method: SecondRound
     for experience in experiences:
         of_batch = sample_records.two_rounds(experience.mm_train_inputs, len(experience.action_mask))
         rounds_by_response.extend(of_batch)
-        behavior_log_probs, is_second = policy_loss.behavior(experience.action_mask, of_batch)
+        behavior_log_probs, is_second = policy_loss.second_round_log_probs(experience.action_mask, of_batch)
         log_probs = experience.action_log_probs.float()
         log_ratio = log_probs - behavior_log_probs.to(log_probs.device)
         log_ratios.append(log_ratio[is_second].cpu())

@@ -14,7 +14,7 @@ from ngrpo.config import complete_run
 from ngrpo.config.parse import run_config
 from ngrpo.methods import advantages, second_rounds
 from ngrpo.trainers.common import sample_records
-from ngrpo.trainers.common.policy_loss import TwoRoundsLoss, behavior
+from ngrpo.trainers.common.policy_loss import TwoRoundsLoss, second_round_log_probs
 from ngrpo.trainers.common.sample_records import TwoRounds
 from ngrpo.trainers.openrlhf import experience_maker, step_advantages
 from perturbations.errors import UsageError
@@ -178,7 +178,7 @@ def test_weights_of_another_policy_are_not_taken_twice() -> None:
 
 def test_a_response_that_was_cut_keeps_its_first_log_probabilities() -> None:
     mask = torch.ones(1, 3)
-    log_probs, is_known = behavior(mask, [TwoRounds(np.float32([0]), 0, np.float32([-1, -2, -3, -4]))])
+    log_probs, is_known = second_round_log_probs(mask, [TwoRounds(np.float32([0]), 0, np.float32([-1, -2, -3, -4]))])
     assert log_probs.tolist() == [[-1, -2, -3]]
     assert is_known.all()
 
@@ -186,7 +186,7 @@ def test_a_response_that_was_cut_keeps_its_first_log_probabilities() -> None:
 def test_a_response_that_grew_is_refused() -> None:
     mask = torch.ones(1, 3)
     with pytest.raises(RuntimeError, match="3 tokens has 2"):
-        behavior(mask, [TwoRounds(np.float32([0]), 0, np.float32([-1, -2]))])
+        second_round_log_probs(mask, [TwoRounds(np.float32([0]), 0, np.float32([-1, -2]))])
 
 
 # --- metrics ---------------------------------------------------------------------------------------------------------
@@ -252,7 +252,7 @@ def test_measures_of_refinements_by_hand() -> None:
         "second_round/drafts": pytest.approx(0.5),
         "second_round/best_draft": pytest.approx(0.75),
     }
-    _, has_own_ratio = behavior(batch.action_mask, rounds_by_response)
+    _, has_own_ratio = second_round_log_probs(batch.action_mask, rounds_by_response)
     assert not has_own_ratio.any()
 
 
