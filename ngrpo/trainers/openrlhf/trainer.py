@@ -112,7 +112,7 @@ class PerturbedTrainer(Upstream):
         self.experience_maker.step_measures = {}
         if run.sampling.max_staleness is not None:
             status["staleness/left_out"] = float(self.rollout_queue.take_left_out())
-        warn_of_nothing_learned(status, global_step, rollout_samples)
+        warn_of_untrained(status, global_step, rollout_samples)
         if run.perturbation is not None:
             status |= neighbor_drift(self.vllm_engines)
         if run.policy_noise is not None:
@@ -301,7 +301,7 @@ def add_measures(status: dict[str, Any], measures: Mapping[str, float]) -> None:
             status[mean] = total / count
 
 
-def warn_of_nothing_learned(status: Mapping[str, Any], step: int, rollout_samples: Sequence[Experience]) -> None:
+def warn_of_untrained(status: Mapping[str, Any], step: int, rollout_samples: Sequence[Experience]) -> None:
     """Warns of a step without an optimizer step, one that left out responses, or gradients of 0 in all updates.
 
     Args:
