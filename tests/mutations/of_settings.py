@@ -178,20 +178,22 @@ MUTATIONS = {
             "comparison: cover of 0",
         ),
     ],
-    ("ngrpo/workbench/evaluate/evaluation.py", _FOLDER): [
-        ("1.0 - parsed - (timed_out or 0.0)", "1.0 - parsed", "evaluation: timed out is unreadable"),
-        ("round(share or 0.0, 9) > 0.1", "(share or 0.0) > 0.1", "evaluation: a tenth is above a tenth"),
+    ("ngrpo/workbench/evaluate/missing_samples.py", _FOLDER): [
         (
             "        earlier[prompt] += 1\n",
             "        earlier[prompt] += name in incomplete\n",
             "evaluation: resumed repeats have other seeds",
         ),
-        ('settings["digest"] = digest(problems)', "pass", "rescored: the digest of the old scorer"),
         (
             "limit is not None and length > limit",
             "limit is not None and length >= limit",
             "evaluation: exactly the context",
         ),
+    ],
+    ("ngrpo/workbench/evaluate/evaluation.py", _FOLDER): [
+        ("1.0 - parsed - (timed_out or 0.0)", "1.0 - parsed", "evaluation: timed out is unreadable"),
+        ("round(share or 0.0, 9) > 0.1", "(share or 0.0) > 0.1", "evaluation: a tenth is above a tenth"),
+        ('settings["digest"] = digest(problems)', "pass", "rescored: the digest of the old scorer"),
     ],
     ("ngrpo/workbench/evaluate/engine.py", _POLICY): [
         ("if not 0 <= step < (", "if not 0 <= step <= (", "policy: a step after the last"),

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ngrpo.commands.eval import run
-from ngrpo.workbench.evaluate import Sampling, evaluate, evaluation, load_task
+from ngrpo.workbench.evaluate import Sampling, evaluate, load_task, missing_samples
 from perturbations import create
 from perturbations.errors import UsageError
 from tests.stack.harness import build_engine
@@ -171,7 +171,7 @@ def test_an_interrupted_run_leaves_the_engine_idle(plain: Any, tmp_path: Path, m
     def stop(line: str) -> None:
         raise Stop
 
-    monkeypatch.setattr(evaluation, "_REPORT_SECONDS", 0.0)
+    monkeypatch.setattr(missing_samples, "_REPORT_SECONDS", 0.0)
     with pytest.raises(Stop):
         evaluate(plain, problems, out=tmp_path, report=stop, **settings())
     assert not plain.llm_engine.has_unfinished_requests()

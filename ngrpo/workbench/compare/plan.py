@@ -182,17 +182,7 @@ def read_plan(argv: Sequence[str]) -> tuple[Plan, Path]:
     )
     if file:
         _refuse_booleans(file, lines, command_line=Flags(argv), shared=shared, arms=arms)
-    for arm in arms:
-        for key in arm.training:
-            _refuse_set_by_us(f"--{key}")
-            command = _other_command(f"--{key}")
-            if command:
-                raise UsageError(
-                    f"arm {arm.id!r}: --{key} is for ngrpo {command}, which has the same settings for all arms. Give"
-                    f" --{key} once, outside of --strategy and --sweep."
-                )
-        if "base" in arm.training:
-            coerce(RunConfig, SETTINGS["--preset"], arm.training["base"], label=f"base={arm.training['base']}")
+    _refuse_arm_flags(arms)
 
     baseline = _baseline(words, arms)
     seeds = _seeds(words)
@@ -204,17 +194,7 @@ def read_plan(argv: Sequence[str]) -> tuple[Plan, Path]:
     notes = _scorer_notes("--eval.scorer", evaluation_options, effective, "--eval.dataset")
     if diagnosis is not None:
         notes += _scorer_notes("--diagnose.scorer", diagnosis_options, effective, "--data.prompt_dataset")
-    arms_evaluate = any(Flags(arm.training_flags).has(*_EVALUATING) for arm in arms)
-    if shared.has(*_EVALUATING):
-        # Evaluations while training have as many samples as those of the trained models, at the same temperature.
-        same_settings = {"--eval.n_samples_per_prompt": "--n", "--eval.temperature": "--temperature"}
-        defaults = _values_of(Flags(evaluation or ()), same_settings)
-        # OpenRLHF 0.11.2 would also save a checkpoint of the best evaluation, with the optimiser's states.
-        defaults["--ckpt.best_metric_key"] = "none"
-        shared = shared.with_defaults(defaults)
-    elif _takes_dataset(evaluation_options, effective, "--eval.dataset") and not arms_evaluate:
-        # Only `ngrpo eval` reads these problems: `ngrpo train` would warn that the flags have no effect.
-        shared = shared.without("--eval.dataset", "--eval.split")
+    shared = _training_flags(shared, evaluation, evaluation_options, arms)
     plan = Plan(
         arms=tuple(arms),
         seeds=seeds,
@@ -230,6 +210,37 @@ def read_plan(argv: Sequence[str]) -> tuple[Plan, Path]:
         notes=tuple(notes),
     )
     return plan, Path(words.last("out") or "runs/compare").expanduser()
+
+
+def _refuse_arm_flags(arms: Sequence[Arm]) -> None:
+    """Raises ``UsageError`` for a flag of an arm that is set by us or for another command, and for no known preset."""
+    for arm in arms:
+        for key in arm.training:
+            _refuse_set_by_us(f"--{key}")
+            command = _other_command(f"--{key}")
+            if command:
+                raise UsageError(
+                    f"arm {arm.id!r}: --{key} is for ngrpo {command}, which has the same settings for all arms. Give"
+                    f" --{key} once, outside of --strategy and --sweep."
+                )
+        if "base" in arm.training:
+            coerce(RunConfig, SETTINGS["--preset"], arm.training["base"], label=f"base={arm.training['base']}")
+
+
+def _training_flags(shared: Flags, evaluation: Sequence[str] | None, options: Flags, arms: Sequence[Arm]) -> Flags:
+    """The shared flags, fitted to the ``evaluation`` of the trained models, whose ``options`` the user gave."""
+    if shared.has(*_EVALUATING):
+        # Evaluations while training have as many samples as those of the trained models, at the same temperature.
+        same_settings = {"--eval.n_samples_per_prompt": "--n", "--eval.temperature": "--temperature"}
+        defaults = _values_of(Flags(evaluation or ()), same_settings)
+        # OpenRLHF 0.11.2 would also save a checkpoint of the best evaluation, with the optimiser's states.
+        defaults["--ckpt.best_metric_key"] = "none"
+        return shared.with_defaults(defaults)
+    arms_evaluate = any(Flags(arm.training_flags).has(*_EVALUATING) for arm in arms)
+    if _takes_dataset(options, shared.without_false(), "--eval.dataset") and not arms_evaluate:
+        # Only `ngrpo eval` reads these problems: `ngrpo train` would warn that the flags have no effect.
+        return shared.without("--eval.dataset", "--eval.split")
+    return shared
 
 
 def _baseline(words: _Words, arms: Sequence[Arm]) -> str:

@@ -1,39 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
 """Evaluation of a model: sampling, checking and Mean@n with Pass@k; and another check of kept samples."""
 
-import json
-import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import closing
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from ngrpo.machine.console import Report, span
+from ngrpo.machine.console import Report
 from ngrpo.machine.hardware import profile_for
-from ngrpo.machine.models import architecture, context, packaged
+from ngrpo.machine.models import packaged
 from ngrpo.machine.storage.datafiles import contents
 from ngrpo.machine.storage.result_folder import SETTINGS, ResultFolder
-from ngrpo.machine.upstream.types import LLM, TokenizerLike
+from ngrpo.machine.upstream.types import LLM
 from ngrpo.machine.upstream.versions import Conditions, conditions, differing_conditions
 from ngrpo.methods.scoring import TIMED_OUT, Problem, digest
 from ngrpo.methods.scoring.problems import with_readable_answer
 from ngrpo.methods.scoring.reward_alarms import alarm_notes
 from ngrpo.methods.tasks import FULL_SCORE, check_problems, check_scorer, score
 from ngrpo.workbench.evaluate import engine as engines
+from ngrpo.workbench.evaluate.missing_samples import SAMPLES, drawn_by, missing_samples, sample_missing
 from ngrpo.workbench.statistics import mean_at_n, pass_at_k
 from perturbations import registry
 from perturbations.errors import UsageError
-from perturbations.seeds import trajectory_seed
 
 PROBLEMS = "problems.jsonl"
-SAMPLES = "samples.jsonl"
 RESULT = "evaluation.json"
-DRAWN_BY = "drawn_by.jsonl"
-"""Name of the file with the conditions of each run that sampled into the folder."""
 DEFAULT_KS = (1, 4, 8, 16, 32)
-_REPORT_SECONDS = 10.0
 UNSCORED = {
     "cut": "were cut by the length limit",
     "unreadable": "have no readable answer",
@@ -80,7 +73,8 @@ def evaluate(
         UsageError: for bad settings, a folder with another evaluation, or one that cannot be written.
     """
     sampling = sampling or engines.Sampling()
-    weights = live = None
+    weights = None
+    live = None
     if isinstance(model, str):
         name = packaged.resolve(model, report=report)
         weights = packaged.fingerprint(name)
@@ -93,9 +87,62 @@ def evaluate(
     check_problems(problems)
     if live and policy.specs:
         raise UsageError("a sampling schedule or policy noise needs a model that is loaded here: give its name.")
-    settings = {
+    settings = _settings(
+        problems,
+        model=name,
+        weights=weights,
+        engine_options=engine_options,
+        dataset=dataset,
+        n=n,
+        sampling=sampling,
+        perturbation=perturbation,
+        policy=policy,
+    )
+    with ResultFolder.opened(Path(out).expanduser(), report) as folder:
+        folder.claim(settings)
+        if not (folder.path / PROBLEMS).exists():
+            folder.write_lines(PROBLEMS, map(asdict, problems))
+        samples = read_samples(folder, SAMPLES, "problem", "sample", "text")
+        missing = missing_samples(problems, samples, n)
+        seconds = _last_seconds(folder)
+        if missing:
+            if samples:
+                report(f"going on: {len(samples)} of {len(samples) + len(missing)} samples are in {out}")
+            seconds = sample_missing(
+                folder,
+                problems,
+                samples,
+                missing,
+                model=live or name,
+                n=n,
+                sampling=sampling,
+                perturbation=perturbation,
+                policy=policy,
+                hardware=hardware,
+                engine_options=engine_options,
+                report=report,
+            )
+        result = summarise(settings, problems, samples, ks, seconds, drawn_by(folder))
+        folder.write(RESULT, result)
+    return result
+
+
+def _settings(
+    problems: Sequence[Problem],
+    *,
+    model: str,
+    weights: str | None,
+    engine_options: Mapping[str, Any] | None,
+    dataset: str,
+    n: int,
+    sampling: engines.Sampling,
+    perturbation: Mapping[str, Any] | None,
+    policy: engines.RolloutPolicy,
+) -> dict[str, Any]:
+    """The settings of an evaluation, which all samples of one folder have in common."""
+    return {
         "format": 1,
-        "model": name,
+        "model": model,
         "weights": weights,
         "engine": dict(engine_options or {}),
         "dataset": dataset,
@@ -107,133 +154,6 @@ def evaluate(
         "perturbation": perturbation,
         **policy.described(),
     }
-    with ResultFolder.opened(Path(out).expanduser(), report) as folder:
-        folder.claim(settings)
-        if not (folder.path / PROBLEMS).exists():
-            folder.write_lines(PROBLEMS, map(asdict, problems))
-        samples = read_samples(folder, SAMPLES, "problem", "sample", "text")
-        existing = {(sample["problem"], sample["sample"]) for sample in samples}
-        missing = []
-        for problem in problems:
-            missing += [(problem, number) for number in range(n) if (problem.id, number) not in existing]
-        seconds = _last_seconds(folder)
-        if missing:
-            if samples:
-                report(f"going on: {len(samples)} of {len(samples) + len(missing)} samples are in {out}")
-            if live:
-                tokenizer = live.get_tokenizer()
-            else:
-                allowed = (engine_options or {}).get("trust_remote_code")
-                tokenizer = packaged.load_tokenizer(name, trust_remote_code=allowed)
-            prompts = {problem.id: engines.render(tokenizer, problem) for problem in problems}
-            jobs = _jobs(tokenizer, prompts, missing, sampling.seed)
-            if live:
-                llm = live
-                reproducible = engines.prepare(live, perturbation)
-            else:
-                longest_prompt = max(len(job.prompt) for job in jobs)
-                length = _checked_length(name, longest_prompt, sampling)
-                report(f"loading {name}")
-                llm = engines.build(
-                    name, perturbation, length, hardware=hardware, options=engine_options, policy=policy
-                )
-                reproducible = True
-            if not reproducible:
-                report("warning: this engine was built without a perturbation; on CPU its samples do not repeat")
-            runner = None
-            if reproducible:
-                from ngrpo.rollout import model_runner
-
-                runner = model_runner(llm)
-            earlier = _drawn_by(folder) if samples else []
-            folder.write_lines(DRAWN_BY, [*earlier, conditions(runner)])
-            began = time.monotonic()
-            batches = engines.generate(
-                llm,
-                jobs,
-                sampling,
-                perturbed=perturbation is not None,
-                reproducible=reproducible,
-                step=policy.step,
-                # A schedule may give each of a prompt's responses its own temperature.
-                responses=1 if policy.run.sampling_schedule is None else n,
-            )
-            progress = _Progress(samples, len(missing), report)
-            with closing(batches):
-                for batch in batches:
-                    rows = [_scored(response, missing, prompts, tokenizer) for response in batch]
-                    if perturbation is not None:
-                        for row, response in zip(rows, batch):
-                            row["perturbed"] = None if response.record is None else len(response.record)
-                    folder.append(SAMPLES, rows)
-                    samples += rows
-                    progress.tell()
-            seconds = time.monotonic() - began
-        result = summarise(settings, problems, samples, ks, seconds, _drawn_by(folder))
-        folder.write(RESULT, result)
-    return result
-
-
-def _checked_length(model: str, longest_prompt: int, sampling: engines.Sampling) -> int:
-    """The positions that the longest prompt and its response take; UsageError where the model has fewer."""
-    length = longest_prompt + sampling.max_tokens
-    path = architecture.find_config(model)
-    limit = None if path is None else context.context_of(architecture.read_config(path))
-    if limit is not None and length > limit:
-        room = limit - longest_prompt
-        fix = f"Use at most --max-tokens {room}." if room > 0 else "Leave that problem out, or use another model."
-        raise UsageError(
-            f"--max-tokens {sampling.max_tokens}: the longest prompt has {longest_prompt} tokens, so a response may"
-            f" need {length} positions, and {model} has {limit}. {fix}"
-        )
-    return length
-
-
-def _scored(
-    response: engines.Generated,
-    missing: Sequence[tuple[Problem, int]],
-    prompts: Mapping[str, str],
-    tokenizer: TokenizerLike,
-) -> dict[str, Any]:
-    """A line of ``samples.jsonl``: a response with its verdict. Its job is its place among the ``missing``."""
-    problem, number = missing[response.job]
-    prompt = prompts[problem.id]
-    end = response.end(tokenizer)
-    return {
-        "problem": problem.id,
-        "sample": number,
-        "prompt": prompt,
-        "text": response.text,
-        "end": end,
-        "tokens": len(response.tokens),
-        "finish": response.finish,
-        **score(problem, response.text, prompt=prompt, end=end).columns(),
-    }
-
-
-class _Progress:
-    """Reports every ten seconds, and at the end, how far an evaluation is."""
-
-    def __init__(self, samples: Sequence[Mapping[str, Any]], missing: int, report: Report) -> None:
-        """``samples``: the list that grows; ``missing``: how many it lacks now."""
-        self._samples = samples
-        self._before = len(samples)
-        self._total = len(samples) + missing
-        self._report = report
-        self._began = time.monotonic()
-        self._told = self._began
-
-    def tell(self) -> None:
-        """Reports if it is time to."""
-        now = time.monotonic()
-        finished = len(self._samples)
-        if now - self._told < _REPORT_SECONDS and finished < self._total:
-            return
-        self._told = now
-        mean = _mean(sample["reward"] for sample in self._samples)
-        seconds_per_sample = (now - self._began) / (finished - self._before)
-        seconds_left = seconds_per_sample * (self._total - finished)
-        self._report(f"{finished} of {self._total} samples, mean reward {mean:.3f}, {span(seconds_left)} left")
 
 
 def rescore(
@@ -285,7 +205,7 @@ def rescore(
         if len(samples) < expected:
             report(f"{len(samples)} of {expected} samples are there and were checked again; sample the rest first")
             return None
-        result = summarise(settings, problems, samples, ks, _last_seconds(held), _drawn_by(held))
+        result = summarise(settings, problems, samples, ks, _last_seconds(held), drawn_by(held))
         held.write(RESULT, result)
     return result
 
@@ -294,25 +214,6 @@ def _scorers(problems: Sequence[Problem]) -> dict[str, Any]:
     """The settings of the problems' scorers."""
     names = {problem.scorer for problem in problems}
     return {"scorer": ", ".join(sorted(names)), "scorer_files": contents(problem.scorer for problem in problems)}
-
-
-def _jobs(
-    tokenizer: TokenizerLike, prompts: Mapping[str, str], missing: Sequence[tuple[Problem, int]], run_seed: int
-) -> list[engines.Job]:
-    """The requests for missing samples, seeded by the prompt's tokens, so that --limit changes no problem's samples.
-
-    Problems with the same prompt would get equal samples; the number of earlier ones keeps their seeds apart.
-    """
-    incomplete = {problem.id for problem, _ in missing}
-    earlier: Counter[str] = Counter()
-    prompt_and_seed = {}
-    for name, prompt in prompts.items():
-        if name in incomplete:
-            tokens = tokenizer.encode(prompt, add_special_tokens=False)
-            repeat = [earlier[prompt]] if earlier[prompt] else []
-            prompt_and_seed[name] = (tokens, trajectory_seed(run_seed, json.dumps(tokens), *repeat))
-        earlier[prompt] += 1
-    return [engines.Job(*prompt_and_seed[problem.id], sample) for problem, sample in missing]
 
 
 def read_samples(folder: ResultFolder, name: str = SAMPLES, *keys: str, mend: bool = True) -> list[dict[str, Any]]:
@@ -328,11 +229,6 @@ def read_samples(folder: ResultFolder, name: str = SAMPLES, *keys: str, mend: bo
 def _last_seconds(folder: ResultFolder) -> float:
     """The time of sampling that a folder's result has; 0 where it has none."""
     return (folder.read(RESULT) or {}).get("seconds", 0.0)
-
-
-def _drawn_by(folder: ResultFolder) -> list[Conditions]:
-    """The conditions of each run that sampled into a folder; none in folders of earlier releases."""
-    return [*folder.lines(DRAWN_BY, "versions", "machine")]
 
 
 # --- from samples to Mean@n and Pass@k --------------------------------------------------------------
