@@ -27,6 +27,8 @@ _MODEL = "openrlhf.models.actor"
 _DEEPSPEED = "openrlhf.utils.deepspeed.deepspeed"
 _WRAP = "openrlhf.trainer.ray.vllm_worker_wrap"
 _PEFT = "peft.tuners.lora.layer"
+_TRAINERS = "ngrpo.trainers.openrlhf"
+_HARDWARE = "ngrpo.machine.hardware"
 TRAINING = "training"
 """The condition of every run of `ngrpo train`."""
 _DRAWN = "perturbation or reproducible or sampling_mask or sampling_schedule or routing"
@@ -62,19 +64,7 @@ class PatchMismatch(UsageError):
 def _row(
     module: str, name: str, ours: str | None, when: str, upstream: str, why: str, checked: str = _OPENRLHF
 ) -> Patch:
-    """A row for what OpenRLHF's trainer uses.
-
-    ``ours`` is relative to `ngrpo.trainers.openrlhf` where its module has no dot, otherwise to `ngrpo.machine`; one
-    that begins with ``ngrpo.`` is absolute.
-    """
-    if ours is not None:
-        module_of_ours = ours.partition(":")[0]
-        if module_of_ours.startswith("ngrpo."):
-            pass
-        elif "." in module_of_ours:
-            ours = f"ngrpo.machine.{ours}"
-        else:
-            ours = f"ngrpo.trainers.openrlhf.{ours}"
+    """A row for what OpenRLHF's trainer uses."""
     return Patch(module=module, attribute=name, ours=ours, when=when, upstream=upstream, checked=checked, why=why)
 
 
@@ -107,102 +97,108 @@ def _verl(module: str, name: str, digest: str, why: str, ours: str | None = None
 # fmt: off
 OPENRLHF: tuple[Patch, ...] = (
     # ---- a machine without CUDA -------------------------------------------------------------------
-    _row("torch.cuda", "current_device", "hardware.cpu:cuda_current_device", "cpu", "()",
+    _row("torch.cuda", "current_device", f"{_HARDWARE}.cpu:cuda_current_device", "cpu", "()",
         "OpenRLHF moves batches to torch.cuda.current_device(), which raises an error without CUDA.", "torch 2.13.0"),
-    _row("torch.cuda", "set_device", "hardware.cpu:do_nothing", "cpu", "(device)",
+    _row("torch.cuda", "set_device", f"{_HARDWARE}.cpu:do_nothing", "cpu", "(device)",
         "DeepspeedStrategy.setup_distributed chooses a CUDA device, and there is none.", "torch 2.13.0"),
-    _row("torch.cuda", "synchronize", "hardware.cpu:do_nothing", "cpu", "(device)",
+    _row("torch.cuda", "synchronize", f"{_HARDWARE}.cpu:do_nothing", "cpu", "(device)",
         "torch_dist_barrier_and_cuda_sync waits for a CUDA device, and there is none.", "torch 2.13.0"),
-    _row(_DEEPSPEED, "init_device_mesh", "hardware.cpu:device_mesh", "cpu", "import",
+    _row(_DEEPSPEED, "init_device_mesh", f"{_HARDWARE}.cpu:device_mesh", "cpu", "import",
         'DeepspeedStrategy asks for a device mesh on "cuda".'),
-    _row("openrlhf.trainer.ppo_utils.replay_buffer", "NaiveReplayBuffer.__init__", "hardware.cpu:replay_buffer_init",
-        "cpu", "sha:ee37108b4b5d", 'The replay buffer moves samples to "cuda:{index}".'),
-    _row("deepspeed.comm.torch", "build_shm_op", "hardware.cpu:do_nothing", "cpu", "()",
+    _row("openrlhf.trainer.ppo_utils.replay_buffer", "NaiveReplayBuffer.__init__",
+        f"{_HARDWARE}.cpu:replay_buffer_init", "cpu", "sha:ee37108b4b5d",
+        'The replay buffer moves samples to "cuda:{index}".'),
+    _row("deepspeed.comm.torch", "build_shm_op", f"{_HARDWARE}.cpu:do_nothing", "cpu", "()",
         "DeepSpeed compiles an all-reduce kernel for half a minute, and gloo has one already.", "deepspeed 0.19.6"),
-    _row("deepspeed.comm.torch", "TorchBackend.all_gather_into_tensor", "hardware.cpu:waited_for", "cpu",
+    _row("deepspeed.comm.torch", "TorchBackend.all_gather_into_tensor", f"{_HARDWARE}.cpu:waited_for", "cpu",
         "(self, output_tensor, input_tensor, group, async_op)",
         "Of several gathers DeepSpeed waits for the last only, and gloo finishes them in any order.",
         "deepspeed 0.19.6"),
     # ---- float32 on a CPU -------------------------------------------------------------------------
-    _row("argparse", "_ActionsContainer.add_argument", "upstream.openrlhf_flags:with_float32", "cpu", "(self)",
+    _row("argparse", "_ActionsContainer.add_argument", "ngrpo.machine.upstream.openrlhf_flags:with_float32", "cpu",
+        "(self)",
         "OpenRLHF's --ds.param_dtype takes bf16 and fp16 only, and models on a CPU compute in float32.", "Python 3.12"),
-    _row("openrlhf.utils.utils", "convert_to_torch_dtype", "hardware.cpu:with_float32", "cpu", "sha:9c59d2aa5133",
+    _row("openrlhf.utils.utils", "convert_to_torch_dtype", f"{_HARDWARE}.cpu:with_float32", "cpu", "sha:9c59d2aa5133",
         "OpenRLHF loads models in bf16 or fp16 only."),
-    _row(_DEEPSPEED, "get_train_ds_config", "hardware.cpu:with_torch_adam", "cpu", "import",
+    _row(_DEEPSPEED, "get_train_ds_config", f"{_HARDWARE}.cpu:with_torch_adam", "cpu", "import",
         "DeepSpeed compiles an Adam of its own for one to two minutes, and PyTorch has one already."),
     # ---- CUDA -------------------------------------------------------------------------------------
-    _row(_DEEPSPEED, "get_train_ds_config", "hardware.cuda:with_available_adam", "any_adam", "import",
+    _row(_DEEPSPEED, "get_train_ds_config", f"{_HARDWARE}.cuda:with_available_adam", "any_adam", "import",
         "DeepSpeed compiles an Adam of its own, which fails without CUDA's toolkit, headers and libraries, or ninja;"
         " PyTorch's Adam then takes its place."),
     # ---- without flash-attn (see ngrpo.machine.hardware.stand_ins) ----------------------------------------
-    _row("openrlhf.models.ring_attn_utils", IMPORT, "hardware.stand_ins:flash_attn_stand_in", "without_flash_attn",
+    _row("openrlhf.models.ring_attn_utils", IMPORT, f"{_HARDWARE}.stand_ins:flash_attn_stand_in", "without_flash_attn",
         "import", "The module imports flash_attn, although only packed samples need it."),
-    _row("openrlhf.utils", "get_strategy", "hardware.stand_ins:attention_as_given", "without_flash_attn", "import",
+    _row("openrlhf.utils", "get_strategy", f"{_HARDWARE}.stand_ins:attention_as_given", "without_flash_attn", "import",
         "OpenRLHF asks for flash_attention_2 where samples are packed, whatever --ds.attn_implementation says."),
-    _row(_LAUNCHER, "BaseDistributedActor._get_free_port", "hardware.processes:port_below_outgoing", TRAINING,
+    _row(_LAUNCHER, "BaseDistributedActor._get_free_port", f"{_HARDWARE}.processes:port_below_outgoing", TRAINING,
         "sha:2e43720d4972",
         "OpenRLHF chooses a port long before it listens there, and an outgoing connection may have taken it by then."),
-    _row("torch.utils.file_baton", "FileBaton.try_acquire", "hardware.build_locks:without_stale_lock", TRAINING,
+    _row("torch.utils.file_baton", "FileBaton.try_acquire", f"{_HARDWARE}.build_locks:without_stale_lock", TRAINING,
         "(self)",
         "A build that was killed leaves its lock behind, and the next run would wait for it forever.", "torch 2.13.0"),
     # ---- the classes of OpenRLHF, one subclass each -----------------------------------------------
-    _row("openrlhf.trainer.ppo_trainer", "PPOTrainer", "trainer:trainer", TRAINING, "sha:74b355e75a15",
+    _row("openrlhf.trainer.ppo_trainer", "PPOTrainer", f"{_TRAINERS}.trainer:trainer", TRAINING, "sha:74b355e75a15",
         "Our trainer adds measures to the step's log and states to the checkpoint, and sets the noise and temperature"
         " of each step."),
-    _row("openrlhf.trainer.ppo_trainer_async", "TrainingActor", "trainer:trainer", TRAINING, "sha:ad079d89d655",
+    _row("openrlhf.trainer.ppo_trainer_async", "TrainingActor", f"{_TRAINERS}.trainer:trainer", TRAINING,
+        "sha:ad079d89d655",
         "The asynchronous trainer does the same as ours."),
-    _row("openrlhf.trainer.ppo_trainer_async", "GenerateSamplesActor", "trainer:generate_samples_actor", TRAINING,
-        "sha:330319997ada",
+    _row("openrlhf.trainer.ppo_trainer_async", "GenerateSamplesActor", f"{_TRAINERS}.trainer:generate_samples_actor",
+        TRAINING, "sha:330319997ada",
         "In an asynchronous run the trainer gets the number of steps, and a checkpoint the round, from the sampling"
         " actor."),
-    _row("openrlhf.trainer.ppo_trainer", "prepare_datasets", "trainer:prepare_datasets", "reproducible",
+    _row("openrlhf.trainer.ppo_trainer", "prepare_datasets", f"{_TRAINERS}.trainer:prepare_datasets", "reproducible",
         "(strategy, tokenizer)", "With --reproducible the order of the prompts follows the seed."),
-    _row("openrlhf.trainer.ppo_trainer", "blending_datasets", "prompt_rows:blending_datasets", TRAINING, "import",
+    _row("openrlhf.trainer.ppo_trainer", "blending_datasets", f"{_TRAINERS}.prompt_rows:blending_datasets", TRAINING,
+        "import",
         "`datasets` changes labels to the type of their column; our reader, which checks and evaluation use too, does"
         " not."),
-    _row("openrlhf.datasets.prompts_dataset", "preprocess_data", "trainer:preprocess_data", "chat_template",
-        "sha:1a21ceede6e1",
+    _row("openrlhf.datasets.prompts_dataset", "preprocess_data", f"{_TRAINERS}.trainer:preprocess_data",
+        "chat_template", "sha:1a21ceede6e1",
         "One function renders conversations, tools and template arguments, in training and in evaluation."),
-    _row(_SAMPLES, "SamplesGenerator", "samples_generator:samples_generator", f"{_DRAWN} or sampling or second_round",
-        "sha:11458b2545a7",
-        "Requests carry the round, the masks of sampling and the temperature, and a batch reaches idle engines as a"
+    _row(_SAMPLES, "SamplesGenerator", f"{_TRAINERS}.samples_generator:samples_generator",
+        f"{_DRAWN} or sampling or second_round", "sha:11458b2545a7",
+        "Requests carry the round, the filters of sampling and the temperature, and a batch reaches idle engines as a"
         " whole."),
-    _row(_ENGINE, "RolloutRayActor", "rollout_actor:rollout_actor", TRAINING, "sha:6bda23ee4983",
+    _row(_ENGINE, "RolloutRayActor", f"{_TRAINERS}.rollout_actor:rollout_actor", TRAINING, "sha:6bda23ee4983",
         "Ours checks rewards, gives the engine the spec, requests their seeds and responses their records, and can load"
         " weights from a file."),
-    _row(_EXPERIENCE, "RemoteExperienceMaker", "experience_maker:experience_maker", TRAINING, "sha:351a52599ac6",
+    _row(_EXPERIENCE, "RemoteExperienceMaker", f"{_TRAINERS}.experience_maker:experience_maker", TRAINING,
+        "sha:351a52599ac6",
         "Ours measures the rollouts and computes our advantages."),
-    _row(_EXPERIENCE, "compute_reward", "step_advantages:compute_reward", TRAINING, "import",
+    _row(_EXPERIENCE, "compute_reward", f"{_TRAINERS}.step_advantages:compute_reward", TRAINING, "import",
         "Our advantages take the place of the rewards of each micro-batch."),
-    _row(_ACTOR, "PolicyModelActor", "model_actors:policy_model_actor",
+    _row(_ACTOR, "PolicyModelActor", f"{_TRAINERS}.model_actors:policy_model_actor",
         "perturbation or advantage or credit or policy_noise or sampling_mask or routing", "sha:8d664f8c8592",
         "The actor's log-probabilities are of the replayed inputs, and among the tokens that sampling left."),
-    _row(_LAUNCHER, "ReferenceModelActor", "model_actors:reference_model_actor",
+    _row(_LAUNCHER, "ReferenceModelActor", f"{_TRAINERS}.model_actors:reference_model_actor",
         "perturbation or sampling_mask or routing", "sha:871e4cda19c1",
         "The reference model's log-probabilities are those of the replayed inputs too, through its own embedding."),
-    _row(_ACTOR, "ActorPPOTrainer", "actor_trainer:actor_trainer", TRAINING, "sha:afd1137caf53",
+    _row(_ACTOR, "ActorPPOTrainer", f"{_TRAINERS}.actor_trainer:actor_trainer", TRAINING, "sha:afd1137caf53",
         "The forward that is differentiated replays the rollout; the loss has our terms; the weight sync may add"
         " noise."),
-    _row("openrlhf.trainer.ray.ppo_critic", "CriticPPOTrainer", "short_steps:critic_trainer", TRAINING,
+    _row("openrlhf.trainer.ray.ppo_critic", "CriticPPOTrainer", f"{_TRAINERS}.short_steps:critic_trainer", TRAINING,
         "sha:e67a52dc27a2", "The critic, too, leaves out what fills no batch in a short step."),
     # ---- functions around them --------------------------------------------------------------------
-    _row(_DEEPSPEED, "DeepspeedStrategy.moving_average", "moving_average:moving_average", "moving_average",
+    _row(_DEEPSPEED, "DeepspeedStrategy.moving_average", f"{_TRAINERS}.moving_average:moving_average", "moving_average",
         "sha:a76aee0620b4",
         "In bfloat16 an average rounds small differences away and stays at the initial model; ours is in float32."),
-    _row(_MODEL, "Actor.__init__", "model_actors:actor_init", "perturbation", "sha:ed617cb47dde",
+    _row(_MODEL, "Actor.__init__", f"{_TRAINERS}.model_actors:actor_init", "perturbation", "sha:ed617cb47dde",
         "A perturbation's learned parameters join the model before DeepSpeed wraps it."),
-    _row(_MODEL, "Actor.__init__", "lora_sync:checked_actor", "lora", "sha:ed617cb47dde",
+    _row(_MODEL, "Actor.__init__", f"{_TRAINERS}.lora_sync:checked_actor", "lora", "sha:ed617cb47dde",
         "A merged weight cannot stand for every kind of adapter; those that it cannot stand for are an error at once."),
-    _row(_DEEPSPEED, "DeepspeedStrategy.save_model", "lora_sync:save_model", "lora", "sha:14c67be849f9",
+    _row(_DEEPSPEED, "DeepspeedStrategy.save_model", f"{_TRAINERS}.lora_sync:save_model", "lora", "sha:14c67be849f9",
         "OpenRLHF saves a folder that looks like a model without weights; ours is as PEFT saves it, with the adapter"
         " alone gathered."),
-    _row(_DEEPSPEED, "DeepspeedStrategy._get_model_parameters", "model_actors:get_model_parameters", "perturbation",
-        "sha:c6c4dad36a87", "A perturbation's learned parameters may have a learning rate of their own."),
+    _row(_DEEPSPEED, "DeepspeedStrategy._get_model_parameters", f"{_TRAINERS}.model_actors:get_model_parameters",
+        "perturbation", "sha:c6c4dad36a87",
+        "A perturbation's learned parameters may have a learning rate of their own."),
     _row(_MODEL, "log_probs_from_logits", "ngrpo.trainers.common.log_probs:with_overrides",
         "perturbation or sampling_mask or credit_in_loss", "import",
         "Log-probabilities are among the tokens that sampling left, a density replaces the token's, and a credit reads"
         " the logits."),
-    _row("openrlhf.utils.vlm_utils", "merge_mm_train_inputs", "model_actors:merge_mm_train_inputs",
+    _row("openrlhf.utils.vlm_utils", "merge_mm_train_inputs", f"{_TRAINERS}.model_actors:merge_mm_train_inputs",
         "perturbation or sampling_mask or routing or second_round", "sha:adfa2c8a4cd8",
         "The forward of a multimodal model gets its pictures without our records, which travel beside them."),
     # ---- relied upon, not replaced ----------------------------------------------------------------
