@@ -3,7 +3,6 @@
 
 from contextlib import suppress
 from dataclasses import fields, replace
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -66,10 +65,7 @@ TOKENLESS_SCORE = density(
 DRAWING = density("of the draws that choose the text", lambda perturbation: perturbation.draws_text)
 
 
-# ``@partial(Feature, LABEL)`` makes a feature of the function below it, which becomes the feature's ``shown``. So the
-# names in lower case are features like the others.
-@partial(Feature, "--perturbation NAME with text that is not drawn from the policy")
-def unsampled(combination: Combination) -> str:
+def _unsampled(combination: Combination) -> str:
     """Shows the options with which the perturbation's text would be sampled, too."""
     perturbation = combination.part("perturbation")
     if perturbation is None or not perturbation.active or perturbation.has_density or perturbation.samples_text:
@@ -77,6 +73,9 @@ def unsampled(combination: Combination) -> str:
     name = combination.called("perturbation")
     ways = [f"--perturbation.{option} {choice}" for option, choice in _sampling_choices(perturbation)]
     return f"{name} (its text is sampled with {' or '.join(ways)})" if ways else name
+
+
+UNSAMPLED = Feature("--perturbation NAME with text that is not drawn from the policy", _unsampled)
 
 
 def _sampling_choices(perturbation: Perturbation) -> list[tuple[str, object]]:
@@ -150,8 +149,7 @@ def _draws_ahead(combination: Combination) -> bool:
 DRAWN_AHEAD = when(f"--rollout.vllm_generate_batch_size above {SIZES[0]}", _draws_ahead)
 
 
-@partial(Feature, "--train.batch_size that is no multiple of a rollout's samples")
-def small_batch(combination: Combination) -> str:
+def _small_batch(combination: Combination) -> str:
     prompts, responses, batch, _ = (int(combination.value(size)) for size in SIZES)
     samples = prompts * responses
     if batch % samples == 0:
@@ -160,8 +158,10 @@ def small_batch(combination: Combination) -> str:
     return f"--train.batch_size {batch}, no multiple of the {samples} samples of a rollout ({sizes}),"
 
 
-@partial(Feature, f"{LONGEST} of at most twice {GENERATED}")
-def no_room_for_a_draft(combination: Combination) -> str:
+SMALL_BATCH = Feature("--train.batch_size that is no multiple of a rollout's samples", _small_batch)
+
+
+def _no_room_for_a_draft(combination: Combination) -> str:
     longest = combination.value(LONGEST)
     generated = combination.value(GENERATED)
     if not generated:
@@ -169,12 +169,17 @@ def no_room_for_a_draft(combination: Combination) -> str:
     return "" if 2 * int(generated) < int(longest) else f"{LONGEST} {longest} with {GENERATED} {generated}"
 
 
-@partial(Feature, f"{KL} above 0")
-def kl_term(combination: Combination) -> str:
+NO_ROOM_FOR_A_DRAFT = Feature(f"{LONGEST} of at most twice {GENERATED}", _no_room_for_a_draft)
+
+
+def _kl_term(combination: Combination) -> str:
     coefficient = combination.value(KL)
     if not float(coefficient) > 0.0:
         return ""
     return f"{KL} {coefficient}" if combination.flags.has(KL) else f"{KL} {coefficient} (OpenRLHF's default)"
+
+
+KL_TERM = Feature(f"{KL} above 0", _kl_term)
 
 
 def _has_late_reward(combination: Combination) -> bool:
@@ -212,8 +217,7 @@ def _is_embedding(module: str) -> bool:
     return module.split(".")[-1] in _EMBEDDINGS
 
 
-@partial(Feature, f"{TARGET_MODULES} with the input embedding")
-def lora_on_embedding(combination: Combination) -> str:
+def _lora_on_embedding(combination: Combination) -> str:
     if not LORA.shown(combination):
         return ""
     last_flag = combination.last(lambda candidate: candidate.name == TARGET_MODULES)
@@ -221,6 +225,8 @@ def lora_on_embedding(combination: Combination) -> str:
     embeddings = [module for module in modules if _is_embedding(module)]
     return f"{TARGET_MODULES} {' '.join(embeddings)}" if embeddings else ""
 
+
+LORA_ON_EMBEDDING = Feature(f"{TARGET_MODULES} with the input embedding", _lora_on_embedding)
 
 # --- methods ----------------------------------------------------------------------------------------
 
@@ -301,8 +307,7 @@ WITHOUT_FLASH_ATTN = when(
 AUXILIARY_LOSS = flag("--actor.aux_loss_coef", off="0")
 
 
-@partial(Feature, "a model without experts")
-def dense(combination: Combination) -> str:
+def _dense(combination: Combination) -> str:
     if not (ROUTING.shown(combination) or AUXILIARY_LOSS.shown(combination)):  # the config is read for these alone
         return ""
     model = combination.flags.value(MODEL)
@@ -315,14 +320,18 @@ def dense(combination: Combination) -> str:
     return "" if has_experts else f"the model {model}, which is dense,"
 
 
-@partial(Feature, "a model with heads of a size that vLLM's CPU attention lacks")
-def head_size(combination: Combination) -> str:
+DENSE = Feature("a model without experts", _dense)
+
+
+def _head_size(combination: Combination) -> str:
     if combination.hardware != "cpu":  # looking makes the model, which takes seconds
         return ""
     model = combination.flags.value(MODEL) or ""
     size = architecture.unfit_for_cpu(model)
     return f"the model {model!r} with attention heads of size {size}" if size else ""
 
+
+HEAD_SIZE = Feature("a model with heads of a size that vLLM's CPU attention lacks", _head_size)
 
 # --- engines of vLLM, verl and TRL ------------------------------------------------------------------
 
@@ -337,13 +346,13 @@ def _records_experts(combination: Combination) -> Any:
 ROUTED_ENGINE = when('additional_config["routed_experts"]', _records_experts)
 
 
-@partial(Feature, "data_parallel_size above 1 for a mixture of experts")
-def mixture_in_step(combination: Combination) -> str:
+def _mixture_in_step(combination: Combination) -> str:
     ranks = getattr(combination.settings.parallel_config, "data_parallel_size", 1)
     is_mixture = combination.settings.model_config.is_moe
     return f"data_parallel_size={ranks} for a mixture of experts" if ranks > 1 and is_mixture else ""
 
 
+MIXTURE_IN_STEP = Feature("data_parallel_size above 1 for a mixture of experts", _mixture_in_step)
 IN_VERL = when("verl", lambda combination: True)
 _CORRECTION = "algorithm.rollout_correction"
 VERL_CORRECTIONS = (verl(f"{_CORRECTION}.rollout_is"), verl(f"{_CORRECTION}.rollout_rs"))
@@ -357,21 +366,25 @@ VERL_FILTERS = (
 )
 
 
-@partial(Feature, "actor_rollout_ref.actor.ppo_mini_batch_size below data.train_batch_size")
-def verl_several_updates(combination: Combination) -> str:
+def _verl_several_updates(combination: Combination) -> str:
     settings = combination.settings
     prompts = settings.data.train_batch_size
     of_update = settings.actor_rollout_ref.actor.ppo_mini_batch_size
     return f"ppo_mini_batch_size={of_update} with data.train_batch_size={prompts}" if of_update < prompts else ""
 
 
-@partial(Feature, "actor_rollout_ref.model.lora_rank without lora.merge")
-def verl_adapters(combination: Combination) -> str:
+VERL_SEVERAL_UPDATES = Feature(
+    "actor_rollout_ref.actor.ppo_mini_batch_size below data.train_batch_size", _verl_several_updates
+)
+
+
+def _verl_adapters(combination: Combination) -> str:
     model = combination.settings.actor_rollout_ref.model
     rank = model.lora.get("rank") or model.lora_rank
     return f"actor_rollout_ref.model.lora_rank={rank}" if rank and not model.lora.get("merge") else ""
 
 
+VERL_ADAPTERS = Feature("actor_rollout_ref.model.lora_rank without lora.merge", _verl_adapters)
 VERL_MASK = when("+perturbation.correct_mask=true", lambda combination: combination.arguments.get("correct_mask"))
 IN_TRL = when("TRL", lambda combination: True)
 WITHOUT_VLLM = when("use_vllm=False", lambda combination: not getattr(combination.settings, "use_vllm", False))
@@ -380,16 +393,17 @@ VLLM_SERVER = when(
 )
 
 
-@partial(Feature, "use_liger_kernel, or model_init_kwargs['use_kernels']")
-def trl_kernels(combination: Combination) -> str:
+def _trl_kernels(combination: Combination) -> str:
     if getattr(combination.settings, "use_liger_kernel", False):
         return "use_liger_kernel"
     model_arguments = getattr(combination.settings, "model_init_kwargs", None) or {}
     return "model_init_kwargs['use_kernels']" if model_arguments.get("use_kernels") else ""
 
 
-@partial(Feature, "a dataset with a column image or images")
-def trl_pictures(combination: Combination) -> str:
+TRL_KERNELS = Feature("use_liger_kernel, or model_init_kwargs['use_kernels']", _trl_kernels)
+
+
+def _trl_pictures(combination: Combination) -> str:
     for name in ("train_dataset", "eval_dataset"):
         dataset = combination.arguments.get(name)
         parts = dataset.values() if isinstance(dataset, dict) else [dataset]
@@ -400,8 +414,10 @@ def trl_pictures(combination: Combination) -> str:
     return ""
 
 
-@partial(Feature, "seed, n, logprobs or extra_args['perturbation'] in generation_kwargs")
-def trl_requests(combination: Combination) -> str:
+TRL_PICTURES = Feature("a dataset with a column image or images", _trl_pictures)
+
+
+def _trl_requests(combination: Combination) -> str:
     given = getattr(combination.settings, "generation_kwargs", None) or {}
     extra_args = given.get("extra_args") or {}
     unchanged = {"seed": (None,), "n": (None, 1), "logprobs": (None, 0)}
@@ -412,6 +428,7 @@ def trl_requests(combination: Combination) -> str:
     return f"generation_kwargs with {words}" if words else ""
 
 
+TRL_REQUESTS = Feature("seed, n, logprobs or extra_args['perturbation'] in generation_kwargs", _trl_requests)
 TRL_TENSOR_PARALLEL = when(
     "vllm_tensor_parallel_size above 1",
     lambda combination: getattr(combination.settings, "vllm_tensor_parallel_size", 1) > 1,
@@ -423,12 +440,7 @@ _FILTERS_OFF: dict[str, tuple[Any, ...]] = {
 }
 
 
-@partial(
-    Feature,
-    "top_p, top_k, min_p, a penalty, bias or grammar, or a temperature in generation_kwargs, with"
-    " vllm_importance_sampling_correction or off_policy_mask_threshold",
-)
-def filtered_weights(combination: Combination) -> str:
+def _filtered_weights(combination: Combination) -> str:
     """What TRL's sampling changes of the probabilities that it compares with the trainer's.
 
     With ``correct_mask=True`` the trainer's log-probabilities are of the filtered distribution too.
@@ -454,13 +466,20 @@ def filtered_weights(combination: Combination) -> str:
     return f"{words} with {' and '.join(compared)}"
 
 
-@partial(Feature, "a KL term in the reward")
-def kl_in_reward(combination: Combination) -> str:
+FILTERED_WEIGHTS = Feature(
+    "top_p, top_k, min_p, a penalty, bias or grammar, or a temperature in generation_kwargs, with"
+    " vllm_importance_sampling_correction or off_policy_mask_threshold",
+    _filtered_weights,
+)
+
+
+def _kl_in_reward(combination: Combination) -> str:
     if combination.parts:  # verl
         return "algorithm.use_kl_in_reward=True" if combination.arguments.get("kl_in_reward") else ""
-    return "" if combination.flags.has("--algo.kl.use_loss") else kl_term.shown(combination)
+    return "" if combination.flags.has("--algo.kl.use_loss") else KL_TERM.shown(combination)
 
 
+KL_IN_REWARD = Feature("a KL term in the reward", _kl_in_reward)
 _CRITIC = verl("critic.enable")
 _CRITIC_OF_ESTIMATOR = both(
     verl("critic.enable", lambda value: value is None),
@@ -468,13 +487,13 @@ _CRITIC_OF_ESTIMATOR = both(
 )
 
 
-@partial(Feature, "a critic")
-def critic(combination: Combination) -> str:
+def _verl_critic(combination: Combination) -> str:
     if _CRITIC.shown(combination):
         return "a critic (critic.enable=True)"
     return "a critic (algorithm.adv_estimator=gae)" if _CRITIC_OF_ESTIMATOR.shown(combination) else ""
 
 
+VERL_CRITIC = Feature("a critic", _verl_critic)
 VERL_ENGINES = tuple(
     f"actor_rollout_ref.{role}{config}" for role in ("actor", "ref") for config in (".fsdp_config", "")
 )

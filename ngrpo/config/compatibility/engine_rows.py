@@ -27,7 +27,7 @@ ENGINE = (
         fix="set it to 1",
     ),
     Row(
-        what=features.mixture_in_step,
+        what=features.MIXTURE_IN_STEP,
         conflicts_with=features.IN_ENGINE,
         why="vLLM makes all data-parallel ranks of a mixture of experts step together, which is untested",
         fix="start an engine for each rank",

@@ -7,7 +7,7 @@ from ngrpo.config.feature_kinds import both, flag, hardware, without
 
 CPU_MODEL = (
     Row(
-        what=features.head_size,
+        what=features.HEAD_SIZE,
         conflicts_with=hardware("cpu"),
         why="the engine would not start",
         fix="use another model",

@@ -28,7 +28,7 @@ def one_update_rows(feature: Feature, *, why: str, otherwise: str = "") -> list[
             fix=f"set --train.max_epochs 1{otherwise}",
         ),
         Row(
-            what=features.small_batch,
+            what=features.SMALL_BATCH,
             conflicts_with=feature,
             why=why,
             fix=f"set --train.batch_size to these samples{otherwise}",

@@ -29,7 +29,7 @@ _REPLAY = (
         fix="leave --ds.deepcompile out",
     ),
     Row(
-        what=features.dense,
+        what=features.DENSE,
         conflicts_with=features.ROUTING,
         why="it has no routing to replay",
         fix="leave --replay.routing out",
@@ -54,7 +54,7 @@ _LORA = (
         fix="use --ds.zero_stage 3",
     ),
     Row(
-        what=features.lora_on_embedding,
+        what=features.LORA_ON_EMBEDDING,
         conflicts_with=features.PERTURBATION,
         why="a perturbation mixes rows of one table, and PEFT adds the adapter's part of a row beside it",
         fix="leave the embedding out of the modules",
@@ -102,7 +102,7 @@ _MODEL = (
         fix="use --ds.zero_stage 2",
     ),
     Row(
-        what=features.dense,
+        what=features.DENSE,
         conflicts_with=features.AUXILIARY_LOSS,
         why="the coefficient weighs the balance of a model's experts",
         fix="leave --actor.aux_loss_coef out",
@@ -169,7 +169,7 @@ _DENSITY = (
         fix="leave it out, or add --perturbation.density token",
     ),
     Row(
-        what=features.kl_term,
+        what=features.KL_TERM,
         conflicts_with=features.TOKENLESS_SCORE,
         why="no token is drawn at the density's positions, so none has a KL term",
         fix="set --algo.kl.init_coef 0",
@@ -247,7 +247,7 @@ _NOISE_AND_SCHEDULE = (
     ),
     Row(
         what=both(features.SCHEDULE, features.WEIGHTS),
-        conflicts_with=features.unsampled,
+        conflicts_with=features.UNSAMPLED,
         why="the perturbation's text is not sampled, so the importance weights π / π_rollout would be those of another"
         " distribution",
         fix="sample the text (a class of your own that does so says `samples_text = True`), leave one of them out, or"
@@ -344,7 +344,7 @@ _SECOND_ROUND = (
         fix="set it to 8",
     ),
     Row(
-        what=features.no_room_for_a_draft,
+        what=features.NO_ROOM_FOR_A_DRAFT,
         conflicts_with=features.REFINED,
         why="a prompt, a draft and a response share --data.max_len",
         fix="give --rollout.max_new_tokens, and more than twice as much as --data.max_len",

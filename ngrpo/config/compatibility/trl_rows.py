@@ -32,26 +32,26 @@ TRL = (
         why="its responses have no records",
     ),
     Row(
-        what=features.trl_pictures,
+        what=features.TRL_PICTURES,
         conflicts_with=features.IN_ENGINE,
         why="TRL gives vLLM prompts that have a place for each of a picture's tokens, and vLLM adds these places again,"
         " so that records are of other tokens",
         fix="train with OpenRLHF",
     ),
     Row(
-        what=features.trl_requests,
+        what=features.TRL_REQUESTS,
         conflicts_with=features.IN_ENGINE,
         why="a seed would make all responses of a group the same, and TRL reads one response and one log-probability of"
         " each request",
         fix="leave it out; GRPOConfig(seed=...) and the perturbation's seed set the draws",
     ),
     Row(
-        what=features.trl_kernels,
+        what=features.TRL_KERNELS,
         conflicts_with=features.IN_ENGINE,
         why="its kernels take the place of layers, need a GPU, and are untested here",
     ),
     Row(
-        what=features.filtered_weights,
+        what=features.FILTERED_WEIGHTS,
         conflicts_with=features.IN_ENGINE,
         why="TRL would compare the changed distribution with the model's",
         fix="give PerturbedGRPOTrainer correct_mask=True (for top_p, top_k and min_p), leave them out, or set"

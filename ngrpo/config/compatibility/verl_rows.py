@@ -25,7 +25,7 @@ VERL_ADVANTAGE = (
         fix="leave it out, and set verl's own",
     ),
     Row(
-        what=features.kl_in_reward,
+        what=features.KL_IN_REWARD,
         conflicts_with=features.ADVANTAGE,
         why="verl subtracts the KL term from the rewards that an advantage compares; OpenRLHF does not",
         fix="set it to 0 or False, or have the term in the loss: --algo.kl.use_loss, in verl"
@@ -96,13 +96,13 @@ VERL = (
         why="the replay would not be measured",
     ),
     Row(
-        what=features.verl_adapters,
+        what=features.VERL_ADAPTERS,
         conflicts_with=features.IN_ENGINE,
         why="verl gives the engine adapters that may change the input embedding, after inputs are replaced",
         fix="add actor_rollout_ref.model.lora.merge=True, which sends merged weights",
     ),
     Row(
-        what=features.critic,
+        what=features.VERL_CRITIC,
         conflicts_with=features.IN_ENGINE,
         why="its values are not replayed",
         fix="leave critic.enable=True out, and use an estimator without a critic, such as grpo",
@@ -170,7 +170,7 @@ VERL = (
         fix="leave it out, or set +perturbation.density=token",
     ),
     Row(
-        what=features.verl_several_updates,
+        what=features.VERL_SEVERAL_UPDATES,
         conflicts_with=features.SCORE_ONLY,
         why="the density's gradient is that of the first update",
         fix="set ppo_mini_batch_size to train_batch_size, or set +perturbation.density=token",
