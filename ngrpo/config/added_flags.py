@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Why a run has flags of OpenRLHF that the user did not give: one sentence for each, which a dry run prints.
 
-Each function is for one layer of `complete_run.py`. It takes the name of an added flag and the run before that layer.
+Each function is the `reason` of one layer of `complete_run.py`, and takes the name of an added flag and the run before
+that layer.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import ceil
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ngrpo.config import added_flags, batch_checks, compatibility, flag_checks
 from ngrpo.config.feature_kinds import MODEL, Combination
@@ -69,10 +69,10 @@ class CompleteRun:
         """The run with the flags of these layers where no flag sets them yet; each layer sees those before it."""
         complete = self
         for layer in layers:
-            flags = complete.flags.with_defaults(layer(complete))
+            flags = complete.flags.with_defaults(layer.defaults(complete))
             reasons = dict(complete.reasons)
             for flag in Flags(flags.added[len(complete.flags.added) :]):
-                reasons[flag.name] = _REASONS[layer](flag.name, complete)
+                reasons[flag.name] = layer.reason(flag.name, complete)
             complete = replace(complete, flags=flags, reasons=reasons)
         return complete
 
@@ -103,8 +103,16 @@ class CompleteRun:
         return replace(self.run, openrlhf=tuple(self.flags.argv), hardware=self.run.profile.name)
 
 
-Layer = Callable[[CompleteRun], dict[str, Default]]
-"""Gives the defaults of one layer for a run that has the layers before it."""
+class Layer(NamedTuple):
+    """One layer of flags.
+
+    Attributes:
+        defaults: gives the layer's flags for a run that has the layers before it.
+        reason: says why the layer adds a flag, by the flag's name and the run before the layer.
+    """
+
+    defaults: Callable[[CompleteRun], dict[str, Default]]
+    reason: Callable[[str, CompleteRun], str]
 
 
 # --- layers, in their order -------------------------------------------------------------------------
@@ -222,20 +230,12 @@ def of_limits(complete: CompleteRun) -> dict[str, Default]:
     return batch_checks.row_limit(complete.flags)
 
 
-ALGORITHM: tuple[Layer, ...] = (of_folder, of_methods, of_preset)
-MACHINE: tuple[Layer, ...] = (of_hardware, of_placement)
-DATA: tuple[Layer, ...] = (of_task, of_limits)
+PRESET = Layer(of_preset, added_flags.of_preset)
+TASK = Layer(of_task, added_flags.of_task)
+ALGORITHM = (Layer(of_folder, added_flags.of_folder), Layer(of_methods, added_flags.of_methods), PRESET)
+MACHINE = (Layer(of_hardware, added_flags.of_hardware), Layer(of_placement, added_flags.of_placement))
+DATA = (TASK, Layer(of_limits, added_flags.of_limits))
 """The layers in their order: of several layers with one flag, the first one sets it."""
-_REASONS: dict[Layer, Callable[[str, CompleteRun], str]] = {
-    of_folder: added_flags.of_folder,
-    of_methods: added_flags.of_methods,
-    of_preset: added_flags.of_preset,
-    of_hardware: added_flags.of_hardware,
-    of_placement: added_flags.of_placement,
-    of_task: added_flags.of_task,
-    of_limits: added_flags.of_limits,
-}
-"""The function of each layer that says why it adds a flag."""
 
 
 # --- making it --------------------------------------------------------------------------------------
@@ -280,7 +280,7 @@ def make(run: RunConfig, *, before_machine: Check | None = None, before_task: Ch
         before_machine(complete)
     complete = complete.on_machine()
     if before_task is not None:
-        before_task(complete.with_layers(of_task))
+        before_task(complete.with_layers(TASK))
     if run.task is not None:
         with suppress(UsageError):  # check_data of ngrpo/config/rules.py reports it
             complete = replace(complete, task_files=prepare_task(run.task))

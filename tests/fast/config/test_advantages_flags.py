@@ -15,7 +15,7 @@ def added(line: str) -> str:
     """The flags that a command line gets, each with a blank after it."""
     command = parse.run_config(line.split())
     complete = CompleteRun(run=command, flags=Flags(command.openrlhf))
-    return "".join(f"{word} " for word in complete.with_layers(complete_run.of_preset).flags.added)
+    return "".join(f"{word} " for word in complete.with_layers(complete_run.PRESET).flags.added)
 
 
 class TestPresets:

@@ -307,8 +307,8 @@ def test_an_input_template_beside_a_task_is_not_ignored() -> None:
 
 def test_flags_of_the_layers_are_checked_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """A layer that adds what the run refuses is refused, as the user's own flag would be."""
-    monkeypatch.setattr(complete_run, "DATA", (lambda complete: {"--ds.zero_stage": "3"},))
-    monkeypatch.setitem(complete_run._REASONS, complete_run.DATA[0], lambda flag, complete: "a test")
+    layer = complete_run.Layer(lambda complete: {"--ds.zero_stage": "3"}, lambda flag, complete: "a test")
+    monkeypatch.setattr(complete_run, "DATA", (layer,))
     words = (
         "--model smollm2-135m --hardware cpu --perturbation neighbor --preset grpo --ds.lora.rank 4 --ds.load_in_4bit"
     )
