@@ -9,6 +9,7 @@ from ngrpo.config import datasources
 from ngrpo.config.input_checks import rows_of
 from ngrpo.machine.upstream import placement
 from ngrpo.machine.upstream.openrlhf_flags import DATASETS, Default, Flags
+from ngrpo.machine.upstream.rollout_sizes import prompts_of_step
 from perturbations.errors import UsageError, nearest
 
 _ROWS = "--data.max_samples"
@@ -92,7 +93,7 @@ def _check_role(args: placement.Args, role: str, groups: int) -> None:
 
 def _prompts_per_step(args: placement.Args) -> int:
     """Prompts of a whole step."""
-    return min(args["rollout.batch_size"], args["rollout.vllm_generate_batch_size"])
+    return prompts_of_step(args["rollout.batch_size"], args["rollout.vllm_generate_batch_size"])
 
 
 def trains_on_all_ranks(args: placement.Args, prompts: int) -> bool:

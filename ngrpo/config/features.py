@@ -31,6 +31,7 @@ from ngrpo.config.feature_kinds import (
 from ngrpo.config.lora_check import TARGET_MODULES
 from ngrpo.machine.models import architecture
 from ngrpo.machine.upstream.openrlhf_flags import SIZES, Flags
+from ngrpo.machine.upstream.rollout_sizes import prompts_drawn_at_once
 from ngrpo.machine.upstream.sampling import logit_changes
 from ngrpo.methods.advantages.base import VerifiedAdvantage
 from perturbations.base import Perturbation
@@ -142,8 +143,9 @@ SYNCHRONOUS = when(f"no {ASYNC}", lambda combination: not combination.flags.has(
 
 
 def _draws_ahead(combination: Combination) -> bool:
-    drawn = int(combination.value("--rollout.vllm_generate_batch_size") or 0)
-    return drawn > int(combination.value(SIZES[0]))
+    batch_size = int(combination.value(SIZES[0]))
+    generate_batch_size = int(combination.value("--rollout.vllm_generate_batch_size") or 0)
+    return prompts_drawn_at_once(batch_size, generate_batch_size) > batch_size
 
 
 DRAWN_AHEAD = when(f"--rollout.vllm_generate_batch_size above {SIZES[0]}", _draws_ahead)

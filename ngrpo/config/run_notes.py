@@ -13,6 +13,7 @@ from ngrpo.config.run import GROUP_BASELINES, RunConfig
 from ngrpo.machine.hardware import gpu_notes, host_plan
 from ngrpo.machine.upstream import placement
 from ngrpo.machine.upstream.openrlhf_flags import DATASETS, SIZES, Flags
+from ngrpo.machine.upstream.rollout_sizes import prompts_drawn_at_once, prompts_of_step
 from ngrpo.methods.scoring import reward_alarms, reward_files
 from perturbations.errors import UsageError
 
@@ -80,7 +81,7 @@ def batch_notes(complete: CompleteRun) -> Iterator[str]:
     flags, args = complete.flags, complete.args
     prompts, responses_per_prompt, batch = (int(flags.or_default(size)) for size in SIZES[:3])
     dynamic = flags.has("--train.dynamic_batch_enable")
-    responses = min(prompts, args["rollout.vllm_generate_batch_size"]) * responses_per_prompt
+    responses = prompts_of_step(prompts, args["rollout.vllm_generate_batch_size"]) * responses_per_prompt
     # The responses of one micro-batch on every rank.
     responses_at_once = args["train.micro_batch_size"] * placement.rank_groups(args)["actor"]
     lost = 0 if dynamic else responses % responses_at_once
@@ -160,7 +161,7 @@ def greatest_staleness(flags: Flags) -> int:
     """
     queue = int(flags.or_default("--train.async_queue_size"))
     batch = int(flags.or_default(SIZES[0]))
-    drawn_at_once = max(int(flags.or_default("--rollout.vllm_generate_batch_size") or 0), batch)
+    drawn_at_once = prompts_drawn_at_once(batch, int(flags.or_default("--rollout.vllm_generate_batch_size") or 0))
     return queue + ceil(drawn_at_once / batch) - 1
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from ngrpo.config.run import GROUP_BASELINES, current_run
+from ngrpo.machine.upstream.rollout_sizes import prompts_drawn_at_once
 from ngrpo.machine.upstream.types import Experience, Upstream
 from ngrpo.methods.second_rounds.base import SecondRound
 from ngrpo.trainers.common import mismatch, policy_loss, sample_records, staleness
@@ -231,11 +232,12 @@ def gap_scale(maker: Any) -> mismatch.GapScale:
     if maker.gap_scale is None:
         args = maker.strategy.args
         rollout = args.rollout
-        generated_at_once = getattr(rollout, "vllm_generate_batch_size", None) or rollout.batch_size
+        generate_batch_size = getattr(rollout, "vllm_generate_batch_size", None)
+        drawn_at_once = prompts_drawn_at_once(rollout.batch_size, generate_batch_size)
         is_asynchronous = bool(getattr(args.train, "async_enable", False))
         maker.gap_scale = mismatch.GapScale(
             half_precision=args.ds.param_dtype != "fp32",
-            drifts=is_asynchronous or generated_at_once > rollout.batch_size,
+            drifts=is_asynchronous or drawn_at_once > rollout.batch_size,
             noisy=current_run().policy_noise is not None,
         )
     return maker.gap_scale

@@ -15,6 +15,7 @@ from typing import Any
 
 from ngrpo.config.run import current_run
 from ngrpo.machine.progress import announce
+from ngrpo.machine.upstream.rollout_sizes import prompts_drawn_at_once
 from ngrpo.machine.upstream.types import SamplingParams, Upstream
 from ngrpo.rollout.settings import KEY
 
@@ -133,7 +134,7 @@ class PerturbedSamplesGenerator(Upstream):
     def first_step_of_round(self) -> int:
         """The first step, from 0, that trains on the current round: asynchronous runs may draw several at once."""
         batch = self.args.rollout.batch_size
-        drawn_at_once = max(getattr(self.args.rollout, "vllm_generate_batch_size", None) or 0, batch)
+        drawn_at_once = prompts_drawn_at_once(batch, getattr(self.args.rollout, "vllm_generate_batch_size", None))
         return max(self.rollout_round - 1, 0) * drawn_at_once // batch
 
 

@@ -6,6 +6,7 @@ middle of a rollout, whose other responses would be computed at changed weights.
 with ``--train.dynamic_batch_enable``.
 """
 
+from ngrpo.machine.upstream.rollout_sizes import prompts_of_step
 from ngrpo.machine.upstream.types import Upstream
 
 
@@ -25,7 +26,8 @@ class WholeBatches(Upstream):
         # The responses of this rank in one --train.batch_size.
         batch_of_rank = self.strategy.accumulated_gradient * train.micro_batch_size
         ranks = train.batch_size // batch_of_rank
-        whole_step = min(rollout.batch_size, rollout.vllm_generate_batch_size) * rollout.n_samples_per_prompt
+        prompts = prompts_of_step(rollout.batch_size, rollout.vllm_generate_batch_size)
+        whole_step = prompts * rollout.n_samples_per_prompt
         # OpenRLHF's data loader drops the responses that fill no micro-batch on every rank.
         whole_step -= whole_step % (train.micro_batch_size * ranks)
         if train.dynamic_batch_enable or whole_step % train.batch_size:

@@ -13,6 +13,7 @@ from typing import Any
 
 from ngrpo.config.run import PROGRESS, current_run
 from ngrpo.machine.models import conversation
+from ngrpo.machine.upstream import rollout_sizes
 from ngrpo.machine.upstream.patch import around
 from ngrpo.machine.upstream.types import DeepspeedStrategy, Experience, PreTrainedTokenizerBase, Upstream
 from ngrpo.methods.sampling_schedules.base import PastStep, Run, SamplingSchedule
@@ -278,8 +279,7 @@ def run_of(trainer: Any) -> Run:
 def steps_of_run(args: argparse.Namespace, prompts: int) -> int:
     """Training steps of a run, of which the last in an episode may be short; fewer if prompts are filtered out."""
     batch = args.rollout.batch_size
-    # OpenRLHF 0.11.2 trains a step on fewer prompts than --rollout.batch_size where engines draw fewer at once.
-    prompts_of_step = min(batch, getattr(args.rollout, "vllm_generate_batch_size", None) or batch)
+    prompts_of_step = rollout_sizes.prompts_of_step(batch, getattr(args.rollout, "vllm_generate_batch_size", None))
     return max(1, args.train.num_episodes * math.ceil(prompts / prompts_of_step))
 
 
