@@ -477,7 +477,7 @@ def cut_notes(flags: Flags) -> Iterator[str]:
                 continue
             tokenizer = _tokenizer(folder)
             text = _rendered(tokenizer, example, flags)
-            tokens = len(tokenizer(text, add_special_tokens=False)["input_ids"])
+            tokens = conversation.count_tokens(tokenizer, text)
             if tokens > room:
                 yield (
                     f"{place}: the prompt has {tokens} tokens. {_LENGTH} leaves room for {room}, so that its first"

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ngrpo.config.advantage_check import check_default_flags
-from ngrpo.machine.models import sandbox
+from ngrpo.machine.models import conversation, sandbox
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.machine.upstream.types import PreTrainedTokenizerBase
 from ngrpo.methods.second_rounds.base import SecondRound
@@ -78,17 +78,13 @@ def check_prompts(method: SecondRound, label: str, text: str, tokenizer: PreTrai
         f"{where} room gives {room!r}.",
         "It must be the tokens that prompt() may add, a whole number, 0 or above.",
     )
-    longest = max(prompts, key=partial(_count_tokens, tokenizer))
-    added = _count_tokens(tokenizer, longest) - _count_tokens(tokenizer, text)
+    longest = max(prompts, key=partial(conversation.count_tokens, tokenizer))
+    added = conversation.count_tokens(tokenizer, longest) - conversation.count_tokens(tokenizer, text)
     expect(
         added <= room,
         f"{where} prompt() adds {added} tokens, and room is {room}: {longest!r:.200}.",
         "Engines are started with as many tokens more: return the most that it may add, from the property room.",
     )
-
-
-def _count_tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> int:
-    return len(tokenizer(text=text, add_special_tokens=False)["input_ids"])
 
 
 def _check_needed(method: SecondRound) -> None:

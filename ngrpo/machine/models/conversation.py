@@ -301,6 +301,16 @@ def rendered(tokenizer: Any, prompt: str | Messages, arguments: Mapping[str, Any
     return text
 
 
+def text_tokenizer(tokenizer: Any) -> Any:
+    """The tokenizer of texts: a multimodal model's processor holds one, and counts texts itself, not their tokens."""
+    return getattr(tokenizer, "tokenizer", tokenizer)
+
+
+def count_tokens(tokenizer: Any, text: str) -> int:
+    """The number of tokens of a rendered prompt."""
+    return len(text_tokenizer(tokenizer)(text=text, add_special_tokens=False)["input_ids"])
+
+
 def _check_bare(tokenizer: object, template: str, chat: Messages, arguments: Mapping[str, Any]) -> None:
     """Raises ``UsageError`` for a text that has the template's special tokens already, and would get them twice."""
     further = tuple((name, value) for name, value in arguments.items() if name != TOOLS)

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from ngrpo.config.run import current_run
+from ngrpo.machine.models import conversation
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.machine.upstream.types import Experience, PreTrainedTokenizerBase
 from ngrpo.methods.scoring import reward_calls
@@ -292,7 +293,6 @@ def cut_prompts(tokenizer: PreTrainedTokenizerBase, samples: Sequence[Experience
 
     OpenRLHF 0.11.2 keeps the last tokens of such a prompt, and says so in a rollout worker's log alone.
     """
-    tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # a multimodal model's processor counts texts, not tokens
     full_prompts = set()
     for sample in samples:
         # Entry t of the mask is of token t + 1, so the first trained token has as many tokens before it.
@@ -300,7 +300,7 @@ def cut_prompts(tokenizer: PreTrainedTokenizerBase, samples: Sequence[Experience
         if prompt_tokens == longest:
             full_prompts.add(sample.prompts[0])
     # A prompt that was cut fills its room, and so does one of exactly this length: only the former is longer as text.
-    lengths = [len(tokenizer(text=prompt, add_special_tokens=False)["input_ids"]) for prompt in full_prompts]
+    lengths = [conversation.count_tokens(tokenizer, prompt) for prompt in full_prompts]
     return sum(length > longest for length in lengths)
 
 

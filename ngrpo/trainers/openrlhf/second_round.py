@@ -91,12 +91,11 @@ class _Call:
 
     def count_tokens(self, text: str) -> int:
         """The number of tokens of a rendered prompt."""
-        tokenizer = getattr(self.hf_tokenizer, "tokenizer", self.hf_tokenizer)  # of a multimodal model's processor
-        return len(tokenizer(text=text, add_special_tokens=False)["input_ids"])
+        return conversation.count_tokens(self.hf_tokenizer, text)
 
     def prompt_tokenizer(self) -> PreTrainedTokenizerBase:
         """The tokenizer for :meth:`SecondRound.prompt`: its chat template has the run's arguments."""
-        tokenizer = getattr(self.hf_tokenizer, "tokenizer", self.hf_tokenizer)
+        tokenizer = conversation.text_tokenizer(self.hf_tokenizer)
         arguments = conversation.template_arguments(current_run().chat_template_kwargs)
         if arguments:
             tokenizer = copy(tokenizer)
