@@ -366,8 +366,8 @@ def self_test(model: str) -> dict[str, Any]:
         token_ids = token_ids.to(reference.device)
         logits = reference(token_ids, attention_mask=attention_mask.to(reference.device)).logits
         log_probs = logits.float().log_softmax(-1)[:, :-1]
-        of_tokens = log_probs.gather(-1, token_ids[:, 1:].unsqueeze(-1)).squeeze(-1)
-        return of_tokens[:, -action_mask.shape[1] :]
+        token_log_probs = log_probs.gather(-1, token_ids[:, 1:].unsqueeze(-1)).squeeze(-1)
+        return token_log_probs[:, -action_mask.shape[1] :]
 
     check_replay(reference, response_log_probs)
     token_ids = torch.tensor([prompt + rollout.tokens for rollout in rollouts], device=reference.device)

@@ -92,9 +92,9 @@ def described(name: str) -> str:
             texts.append(_table(cls, own, FLAGS[kind_registry]).rstrip())
         if kind_registry is registry.perturbations:
             own_names = {field.name for field in own}
-            of_gate = [field.name for field in dataclasses.fields(Perturbation) if field.name not in own_names]
+            gate_options = [field.name for field in dataclasses.fields(Perturbation) if field.name not in own_names]
             texts.append(
-                f"options of the gate, which every perturbation has: {', '.join(of_gate)} (ngrpo train --help)"
+                f"options of the gate, which every perturbation has: {', '.join(gate_options)} (ngrpo train --help)"
             )
             kind_registry.check_complete(cls, name)
     return "\n\n".join(texts)

@@ -140,7 +140,7 @@ def with_files(argv: Sequence[str]) -> list[str]:
     Raises:
         UsageError: for a file that cannot be read.
     """
-    of_files = Flags()
+    file_flags = Flags()
     booleans: dict[str, str] = {}  # flags for which YAML has read a boolean, each with its file
     for file in _config_files(argv):
         lines = datafiles.read_yaml(
@@ -152,13 +152,13 @@ def with_files(argv: Sequence[str]) -> list[str]:
             raise UsageError(f"{CONFIG_FILE} {file}: {error}") from None
         if CONFIG_FILE in words:
             raise UsageError(f"{CONFIG_FILE} {file}: the key 'config' would read another file. Give both as flags.")
-        of_files = override(of_files, Flags(words))
+        file_flags = override(file_flags, Flags(words))
         for key, value in lines.items():
             booleans.pop(f"--{key}", None)  # of an earlier file
             if datafiles.has_boolean(value):
                 booleans[f"--{key}"] = file
     command_line = Flags(argv).without(CONFIG_FILE)
-    merged = override(of_files, command_line)
+    merged = override(file_flags, command_line)
     for flag, file in booleans.items():
         if merged.has(flag) and not command_line.has(flag):
             refuse_boolean(flag, file, merged)
@@ -319,8 +319,8 @@ def _kind_of_group(name: str) -> Kind | None:
 def _options(ours: OurFlags, root: str) -> OurFlags:
     """The options of a flag, without its name and the dot in front."""
     prefix = f"{root}."
-    of_group = {name: value for name, value in ours.items() if _group_of(name) == root}
-    return {name.removeprefix(prefix): value for name, value in of_group.items() if name != root}
+    group_flags = {name: value for name, value in ours.items() if _group_of(name) == root}
+    return {name.removeprefix(prefix): value for name, value in group_flags.items() if name != root}
 
 
 def _refuse_near_miss(name: str) -> None:

@@ -50,8 +50,8 @@ MUTATIONS = {
     ],
     ("ngrpo/trainers/openrlhf/step_advantages.py", _FURTHER): [
         (
-            "rho * wrong + count - sum(of_prompt)",
-            "rho * wrong + 1.0 - sum(of_prompt) / count",
+            "rho * wrong + count - sum(prompt_rewards)",
+            "rho * wrong + 1.0 - sum(prompt_rewards) / count",
             "spo: wrong answers are a share",
         ),
     ],

@@ -49,8 +49,8 @@ class PassAtK(AnnealedK):
         if self.form == "combined":
             share_right = torch.arange(size + 1, dtype=torch.float64).unsqueeze(-1) / size
             table = share_right * table + (1.0 - share_right) * _table(size, 1)
-        of_right_and_wrong = table.to(rewards)[right_count]  # (P, 2)
-        return torch.where(is_right, of_right_and_wrong[:, :1], of_right_and_wrong[:, 1:])
+        advantage_pairs = table.to(rewards)[right_count]  # (P, 2)
+        return torch.where(is_right, advantage_pairs[:, :1], advantage_pairs[:, 1:])
 
 
 def _table(n: int, k: int) -> Tensor:
@@ -63,9 +63,9 @@ def _table(n: int, k: int) -> Tensor:
             rows.append([0.0, 0.0])
             continue
         no_right_beside_wrong = comb(n - c - 1, k - 1) / comb(n - 1, k - 1) if c < n else 0.0
-        of_right = no_right / deviation
-        of_wrong = (no_right - no_right_beside_wrong) / deviation
-        rows.append([of_right, of_wrong])
+        advantage_of_right = no_right / deviation
+        advantage_of_wrong = (no_right - no_right_beside_wrong) / deviation
+        rows.append([advantage_of_right, advantage_of_wrong])
     return torch.tensor(rows, dtype=torch.float64)
 
 

@@ -144,9 +144,9 @@ class Densities:
         if self.replayed_log_probs is None:
             return log_probs.cpu()
         shape = (log_probs.shape[0], log_probs.shape[1])
-        of_tokens = self._scope.to_tokens(self.replayed_log_probs.float(), shape).cpu()
+        replayed_by_token = self._scope.to_tokens(self.replayed_log_probs.float(), shape).cpu()
         is_replayed = self._scope.to_tokens(torch.ones_like(self.replayed_log_probs), shape).cpu() > 0
-        return torch.where(is_replayed, of_tokens, log_probs.cpu())
+        return torch.where(is_replayed, replayed_by_token, log_probs.cpu())
 
     @property
     def is_untaken(self) -> bool:

@@ -84,9 +84,9 @@ class PickUps:
     async def _results(self, names: list[str]) -> dict[str, Any]:
         """The parts of each request, or the error that its caller gets."""
         try:
-            of_workers = of_all_workers(await self._llm.collective_rpc("perturbation_take", args=(names, None)))
+            records_by_id = of_all_workers(await self._llm.collective_rpc("perturbation_take", args=(names, None)))
             results: dict[str, Any] = {}
-            for internal_name, parts in of_workers.items():
+            for internal_name, parts in records_by_id.items():
                 # The front end keeps a response's length until its record is taken; our callers have the response.
                 taken_length(self._llm.output_processor, internal_name)
                 results[external_id(internal_name)] = parts
@@ -377,8 +377,8 @@ def _entry_of_each(
     side_inputs: Sequence[Any] | None, batch: int, name: str, unpacked: Callable[[bytes], _Entry]
 ) -> list[_Entry | None]:
     """One entry of each sample's dictionary, unpacked; None for a sample without it."""
-    of_samples: list[_Entry | None] = []
+    entry_by_sample: list[_Entry | None] = []
     for entries in side_inputs or [None] * batch:
         data = (entries or {}).get(name)
-        of_samples.append(None if data is None else unpacked(data))
-    return of_samples
+        entry_by_sample.append(None if data is None else unpacked(data))
+    return entry_by_sample

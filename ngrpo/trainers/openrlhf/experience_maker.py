@@ -168,9 +168,9 @@ def trajectories_and_log_probs(
         token_log_probs = model_actors.kept_by_actors(maker, "token_log_probs", token_log_probs)
     trajectories: list[FinishedTrajectory | None] = []
     log_probs: list[np.ndarray] = []
-    for experience, of_batch in zip(experiences, token_log_probs):
+    for experience, batch_log_probs in zip(experiences, token_log_probs):
         trajectories.extend(sample_records.unpack(experience.mm_train_inputs))
-        log_probs.extend(log_probs_by_position(experience, of_batch))
+        log_probs.extend(log_probs_by_position(experience, batch_log_probs))
     return trajectories, log_probs
 
 
@@ -205,16 +205,16 @@ def staleness_measures(
     """
     order: list[int] = []
     token_counts: list[int] = []
-    of_openrlhf: list[np.ndarray] = []
+    openrlhf_gaps: list[np.ndarray] = []
     for experience in experiences:
         order.extend(experience.index)
         token_counts.extend(experience.action_mask.bool().sum(dim=-1).tolist())
         if experience.rollout_log_probs is not None:
             differences = (experience.action_log_probs - experience.rollout_log_probs).float().abs()
             compared = drawn_as_trained(experience)
-            of_openrlhf.extend(row[mask].cpu().numpy() for row, mask in zip(differences, compared))
-    if gaps is None and len(of_openrlhf) == len(order):
-        gaps = of_openrlhf
+            openrlhf_gaps.extend(row[mask].cpu().numpy() for row, mask in zip(differences, compared))
+    if gaps is None and len(openrlhf_gaps) == len(order):
+        gaps = openrlhf_gaps
     return staleness.measures(ages[order], np.array(token_counts), gaps)
 
 
@@ -267,8 +267,8 @@ def control_gap(maker: Any, trajectories: Sequence[FinishedTrajectory | None]) -
     log_probs = ray.get(references)[0].float().numpy()
     gaps = []
     for row, control in zip(log_probs, controls):
-        of_response = row[len(row) - len(control.log_probs) :]
-        gaps.append(np.abs(of_response - control.log_probs))
+        log_probs_of_response = row[len(row) - len(control.log_probs) :]
+        gaps.append(np.abs(log_probs_of_response - control.log_probs))
     return float(np.concatenate(gaps).mean())
 
 
@@ -365,9 +365,9 @@ def second_round_measures(experiences: Sequence[Experience], method: SecondRound
     rounds_by_response: list[sample_records.TwoRounds | None] = []
     log_ratios: list[Tensor] = []
     for experience in experiences:
-        of_batch = sample_records.two_rounds(experience.mm_train_inputs, len(experience.action_mask))
-        rounds_by_response.extend(of_batch)
-        behavior_log_probs, is_second = policy_loss.second_round_log_probs(experience.action_mask, of_batch)
+        rounds_of_batch = sample_records.two_rounds(experience.mm_train_inputs, len(experience.action_mask))
+        rounds_by_response.extend(rounds_of_batch)
+        behavior_log_probs, is_second = policy_loss.second_round_log_probs(experience.action_mask, rounds_of_batch)
         log_probs = experience.action_log_probs.float()
         log_ratio = log_probs - behavior_log_probs.to(log_probs.device)
         log_ratios.append(log_ratio[is_second].cpu())

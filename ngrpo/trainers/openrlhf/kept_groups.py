@@ -123,9 +123,9 @@ def of_step(
     """
     responses = _in_order(experiences)
     rewards = [_figure(float(response.experience.rewards[response.row])) for response in responses]
-    of_prompts = [responses[start : start + size] for start in range(0, len(responses), size)]
-    drawn = random.Random(seed).sample(range(len(of_prompts)), min(groups, len(of_prompts)))
-    lines = [_group(of_prompts[number], tokenizer, gaps) for number in sorted(drawn)]
+    groups_of_step = [responses[start : start + size] for start in range(0, len(responses), size)]
+    drawn = random.Random(seed).sample(range(len(groups_of_step)), min(groups, len(groups_of_step)))
+    lines = [_group(groups_of_step[number], tokenizer, gaps) for number in sorted(drawn)]
     line = {"rewards": rewards, "size": size, "groups": lines}
     longest = LONGEST
     while _bytes(line) > STEP_BYTES:

@@ -342,12 +342,12 @@ def end_processes(run_id: str) -> None:
     import psutil
 
     def left() -> list[psutil.Process]:
-        of_run = []
+        processes_of_run = []
         for process in psutil.process_iter(["environ"]):
             environment = process.info["environ"] or {}  # None for a process of another user
             if process.pid != os.getpid() and environment.get(RUN_ID) == run_id:
-                of_run.append(process)
-        return of_run
+                processes_of_run.append(process)
+        return processes_of_run
 
     psutil.wait_procs(left(), timeout=_GRACE_SECONDS)
     for process in left():

@@ -133,8 +133,8 @@ class PerturbedRolloutRayActor(Upstream):
 
     async def perturbation_drift(self) -> Any:
         """How many neighbor sets the latest weight sync changed; tensor-parallel ranks agree."""
-        of_ranks = await self.llm.collective_rpc("perturbation_drift")
-        return of_ranks[0]
+        drift_by_rank = await self.llm.collective_rpc("perturbation_drift")
+        return drift_by_rank[0]
 
 
 def engine_spec(seed: int) -> dict[str, Any]:

@@ -160,10 +160,10 @@ async def _ask_again(call: _Call, method: SecondRound, random: Random) -> list[R
             )
         max_length = call.max_length + extra
         requests.append({"prompt": prompt, "max_length": max_length})
-    of_prompts = await asyncio.gather(
+    responses_by_prompt = await asyncio.gather(
         *(call.responses(**request, sampling_params=params, num_samples=method.answers) for request in requests)
     )
-    return [response for responses in of_prompts for response in responses]
+    return [response for responses in responses_by_prompt for response in responses]
 
 
 def regrouped(

@@ -83,10 +83,10 @@ class Values:
         for key, reward in zip(keys, rewards, strict=True):
             rewards_of.setdefault(key, []).append(reward)
         values = {}
-        for key, of_prompt in rewards_of.items():
-            count = len(of_prompt)
+        for key, prompt_rewards in rewards_of.items():
+            count = len(prompt_rewards)
             if key not in self._evidence:
-                start = sum(of_prompt) / count if count > 1 else step_mean
+                start = sum(prompt_rewards) / count if count > 1 else step_mean
                 self._evidence[key] = (start / (1.0 - rho), (1.0 - start) / (1.0 - rho))
                 if count > 1:
                     # These rewards made the start, so they do not enter a second time.
@@ -94,8 +94,8 @@ class Values:
                     continue
             right, wrong = self._evidence[key]
             values[key] = right / (right + wrong)
-            right = rho * right + sum(of_prompt)
-            wrong = rho * wrong + count - sum(of_prompt)
+            right = rho * right + sum(prompt_rewards)
+            wrong = rho * wrong + count - sum(prompt_rewards)
             self._evidence[key] = (right, wrong)
         return [values[key] for key in keys]
 
@@ -409,11 +409,11 @@ def advantages_of_all(
     result = advantages.clone()
     group_size = rewards.shape[1]
     for group, own_rewards in enumerate(rewards):
-        of_group = rounds_by_response[group * group_size : (group + 1) * group_size]
-        if of_group[0] is None:
+        rounds_of_group = rounds_by_response[group * group_size : (group + 1) * group_size]
+        if rounds_of_group[0] is None:
             continue
-        places = torch.tensor([rounds.place for rounds in of_group if rounds is not None])
-        all_rewards = torch.from_numpy(of_group[0].rewards.copy()).to(rewards)
+        places = torch.tensor([rounds.place for rounds in rounds_of_group if rounds is not None])
+        all_rewards = torch.from_numpy(rounds_of_group[0].rewards.copy()).to(rewards)
         all_rewards[places] = own_rewards
         result[group] = advantage.compute(all_rewards.unsqueeze(0))[0, places].to(result)
     return result

@@ -29,15 +29,15 @@ def share_among_tokens(maker: Any, experiences: list[Experience]) -> dict[str, f
     after = credit.formula(tokens)
     marks = credit.marks(tokens)
     check_results(credit, "formula", len(before), after)
-    for experience, of_tokens in zip(experiences, _split(experiences, after)):
+    for experience, row_values in zip(experiences, _split(experiences, after)):
         mask = experience.action_mask.bool()
-        of_tokens = of_tokens.to(experience.advantages.dtype)
-        experience.advantages = experience.advantages.masked_scatter(mask, of_tokens)
+        row_values = row_values.to(experience.advantages.dtype)
+        experience.advantages = experience.advantages.masked_scatter(mask, row_values)
     if marks is not None:
         check_results(credit, "marks", len(before), marks)
-        for experience, of_tokens in zip(experiences, _split(experiences, marks)):
+        for experience, row_values in zip(experiences, _split(experiences, marks)):
             mask = experience.action_mask.bool()
-            set_marks(experience, torch.zeros_like(mask).masked_scatter(mask, of_tokens.bool()))
+            set_marks(experience, torch.zeros_like(mask).masked_scatter(mask, row_values.bool()))
 
     had_advantage = before != 0.0
     measures = {"entropy": tokens.entropies.mean().item()}

@@ -250,9 +250,9 @@ def preprocess_data(
     tokenizer = apply_chat_template.__self__
 
     def apply(chat: conversation.Messages, **_: object) -> str:
-        of_run = conversation.template_arguments(current_run().chat_template_kwargs)
+        run_arguments = conversation.template_arguments(current_run().chat_template_kwargs)
         try:
-            arguments = {**of_run, **conversation.tools_of(data)}
+            arguments = {**run_arguments, **conversation.tools_of(data)}
             return conversation.rendered(tokenizer, chat, arguments)
         except UsageError as error:
             raise UsageError(f"the prompt {chat!r:.200}: {error}") from None
@@ -339,6 +339,6 @@ def neighbor_drift(engines: Sequence[Any] | None) -> dict[str, float]:
 
     from perturbations.neighbors import Drift
 
-    of_engines = ray.get([engine.perturbation_drift.remote() for engine in engines or ()])
-    total = sum((Drift(*counts) for counts in of_engines if counts is not None), Drift(0, 0, 0, 0))
+    drift_by_engine = ray.get([engine.perturbation_drift.remote() for engine in engines or ()])
+    total = sum((Drift(*counts) for counts in drift_by_engine if counts is not None), Drift(0, 0, 0, 0))
     return {f"perturbation/{name}": share for name, share in total.shares().items()}

@@ -70,7 +70,7 @@ def prepare(config: DictConfig) -> Settings:
         parts={"perturbation": perturbation}, settings=config, arguments={"correct_mask": correct_mask}
     )
     compatibility.check(compatibility.VERL, combination)
-    of_engine = {
+    engine_config = {
         KEY: perturbation.spec(),
         # Without a perturbation too, records are taken, and each token is drawn as the other arms draw theirs.
         SEEDED_DRAWS: True,
@@ -78,7 +78,7 @@ def prepare(config: DictConfig) -> Settings:
         SAMPLING_MASKS: correct_mask,
     }
     given = OmegaConf.select(config, _ADDITIONAL) or {}
-    for name in (*of_engine, SAMPLING_SCHEDULE, ROUTED_EXPERTS):
+    for name in (*engine_config, SAMPLING_SCHEDULE, ROUTED_EXPERTS):
         if name in given:
             raise UsageError(
                 f"{_ADDITIONAL}.{name}={given[name]}: this trainer sets the engine's entries from +{KEY}, and has no"
@@ -86,7 +86,7 @@ def prepare(config: DictConfig) -> Settings:
             )
     with open_dict(config):
         config.trainer.v1.trainer_mode = "sync"
-        OmegaConf.update(config, _ADDITIONAL, of_engine, force_add=True)
+        OmegaConf.update(config, _ADDITIONAL, engine_config, force_add=True)
         rollout = config.actor_rollout_ref.rollout
         rollout.agent.agent_loop_manager_class = MANAGER
         if rollout.load_format == "dummy":  # verl's default: random weights, which no start-up check can pass

@@ -64,11 +64,11 @@ def trajectories(batch: TensorDict) -> list[FinishedTrajectory | None]:
     return result
 
 
-def _masks(of_samples: Sequence[FinishedTrajectory | None]) -> list[SamplingMask]:
+def _masks(trajectory_by_sample: Sequence[FinishedTrajectory | None]) -> list[SamplingMask]:
     """The sampling mask of each sample; an empty one for verl's padding. RuntimeError for a sample without one."""
-    real = [trajectory for trajectory in of_samples if trajectory is not None]
+    real = [trajectory for trajectory in trajectory_by_sample if trajectory is not None]
     masks = iter(sampling_masks(real, len(real)) if real else ())
-    return [SamplingMask.of(0, {}) if trajectory is None else next(masks) for trajectory in of_samples]
+    return [SamplingMask.of(0, {}) if trajectory is None else next(masks) for trajectory in trajectory_by_sample]
 
 
 def of_each_sample(batch: TensorDict, field: str) -> list[Any]:
@@ -93,15 +93,15 @@ class ReplayingEngine(FSDPEngineWithLMHead):
             return super().forward_step(micro_batch, loss_function, forward_only)
         if self.use_ulysses_sp or self.pad_to_length:
             raise UsageError("a replay needs whole sequences: ulysses_sequence_parallel_size=1, pad_to_length=False.")
-        of_samples = trajectories(micro_batch)
-        records = [None if trajectory is None else trajectory.record for trajectory in of_samples]
+        trajectory_by_sample = trajectories(micro_batch)
+        records = [None if trajectory is None else trajectory.record for trajectory in trajectory_by_sample]
         perturbation = registry.create(**spec)
         embedding = self.module.get_input_embeddings()
         scope = ReplayScope(embedding, perturbation=perturbation, device=torch.device(get_device_id()))
         # The mask cuts the record of a response that was cut to verl's response length.
         mask = build_attention_mask_from_nested(micro_batch["input_ids"])
         if tu.get_non_tensor_data(micro_batch, key=CORRECT_MASK, default=False):
-            self._mask_correction = MaskCorrection(_masks(of_samples), mask)
+            self._mask_correction = MaskCorrection(_masks(trajectory_by_sample), mask)
         with scope(records, mask) as stats:
             if perturbation.has_density:
                 advantages = None if forward_only else _advantages(micro_batch)
