@@ -17,13 +17,14 @@ from ngrpo.methods.second_rounds.base import SecondRound
 from ngrpo.trainers.common import mismatch, policy_loss, sample_records, staleness
 from ngrpo.trainers.openrlhf import (
     fresh_rollouts,
+    kept_groups,
     model_actors,
     rewards,
     rollout_actor,
     step_advantages,
     step_credits,
 )
-from ngrpo.trainers.openrlhf.kept_groups import KeptGroups, keep
+from ngrpo.trainers.openrlhf.kept_groups import KeptGroups
 from perturbations.errors import require
 from perturbations.replay.trajectory import FinishedTrajectory, UnperturbedResponse
 
@@ -82,7 +83,7 @@ class MeasuringExperienceMaker(Upstream):
         if run.second_round is not None:
             self.note(second_round_measures(experiences, run.second_round))
         if run.report_groups:
-            keep(self, experiences, run)
+            kept_groups.keep(self, experiences, run)
         if run.sampling.correction_warmup is not None:
             # This comes last: the lines above need the rollout's own log-probabilities, which it replaces.
             self.note(ramp_up_correction(self, experiences, run.sampling.correction_warmup))

@@ -18,7 +18,6 @@ from ngrpo.machine.console import fed_texts, token_texts
 from ngrpo.machine.storage.result_folder import CannotWrite, json_lines, write_text
 from ngrpo.machine.upstream.types import Experience, TokenizerLike
 from ngrpo.trainers.common import sample_records
-from ngrpo.trainers.common.sample_records import unpack
 from perturbations.errors import require
 from perturbations.replay.trajectory import FinishedTrajectory
 
@@ -145,7 +144,7 @@ def _in_order(experiences: Sequence[Experience]) -> list[_Response]:
     """A step's responses in the order of generation, in which a prompt's responses are side by side."""
     by_number: dict[int, _Response] = {}
     for experience in experiences:
-        trajectories = unpack(experience.mm_train_inputs) or [None] * len(experience.index)
+        trajectories = sample_records.unpack(experience.mm_train_inputs) or [None] * len(experience.index)
         for row, number in enumerate(experience.index):
             by_number[number] = _Response(experience, row, trajectories[row])
     return [by_number[number] for number in sorted(by_number)]
