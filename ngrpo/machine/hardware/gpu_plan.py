@@ -22,22 +22,31 @@ from perturbations.errors import UsageError
 # Bytes of one logit: in the parameters' type and in float32 (models/actor.py). In the backward pass of OpenRLHF's
 # log-probabilities without flash-attn, its softmax, the gradient and a copy of it join the float32 ones. Both measured
 # (tests/fast/machine/hardware/test_gpu_plan.py).
-_LOGIT, _LOGIT_WITH_GRADIENT = 2 + 4, 16
+_LOGIT = 2 + 4
+_LOGIT_WITH_GRADIENT = 16
 # DeepSpeed 0.19.6's buffer for the gradients that ranks exchange, 5e8 of 2 bytes whatever the model's size.
 _BUCKET = 2 * 500_000_000
 # Under ZeRO-3 DeepSpeed has a buffer for each group of so many parameters.
 _SUB_GROUP = 1_000_000_000
-# What a GPU has to keep free, and what a sleeping engine keeps of it: CUDA contexts, graphs, buffers of NCCL.
-_FREE, _FREE_HYBRID, _ASLEEP = 2 * GIB, 4 * GIB, 2 * GIB
+# What a GPU has to keep free, without and with engines on it: CUDA contexts, graphs, buffers of NCCL.
+_FREE = 2 * GIB
+_FREE_HYBRID = 4 * GIB
+# What a sleeping engine keeps of a GPU.
+_ASLEEP = 2 * GIB
 # An engine counts its graphs and NCCL's buffers in its share of the GPU, so the CUDA context alone is beyond it.
 _FREE_ENGINE = GIB / 2
-_ALL, _NODES, _ACTOR = "--train.colocate_all", "--actor.num_nodes", "--actor.num_gpus_per_node"
-_ENGINES, _TENSOR, SHARE = "--vllm.num_engines", "--vllm.tensor_parallel_size", "--vllm.gpu_memory_utilization"
+_COLOCATE_ALL = "--train.colocate_all"
+_ACTOR_NODES = "--actor.num_nodes"
+_ACTOR_GPUS = "--actor.num_gpus_per_node"
+_ENGINES = "--vllm.num_engines"
+_TENSOR = "--vllm.tensor_parallel_size"
+SHARE = "--vllm.gpu_memory_utilization"
 # With these, engines or further models have GPUs of their own.
 _APART = ("--train.colocate_actor_ref", "--train.async_enable", "--train.colocate_critic_reward")
 # What an engine that does not sleep may take of a GPU shared with the trainer.
 _MOST_AWAKE = 0.8
-DOCS, _ENGINE = "docs/clusters.md", "vLLM engine"
+DOCS = "docs/clusters.md"
+_ENGINE = "vLLM engine"
 _FOUR_BIT = "0.52Q + 2(P - Q), of which Q in 4 bits"
 PHASES = ("rollout", "scoring", "backward", "update")
 """A step's phases: responses are sampled; old and reference log-probabilities; backward passes; optimizer step."""
@@ -307,14 +316,16 @@ def default_flags(
     With ``whole`` every rank holds whole parameters, which excludes ZeRO-3; without ``may_offload`` the optimizer stays
     on the GPU. Raises ``UsageError`` for half a placement.
     """
-    nodes, ranks, engines, tensor = (int(flags.value(name) or 0) for name in (_NODES, _ACTOR, _ENGINES, _TENSOR))
-    has_hybrid_flag = flags.has(_ALL)
+    nodes, ranks, engines, tensor = (
+        int(flags.value(name) or 0) for name in (_ACTOR_NODES, _ACTOR_GPUS, _ENGINES, _TENSOR)
+    )
+    has_hybrid_flag = flags.has(_COLOCATE_ALL)
     largest = max(machine.per_node, default=1)
     apart = [name for name in _APART if flags.has(name)]
     if ranks and engines and not has_hybrid_flag:
         apart.append(_ENGINES)
     if apart:
-        missing = [name for name, value in ((_ACTOR, ranks), (_ENGINES, engines)) if not value]
+        missing = [name for name, value in ((_ACTOR_GPUS, ranks), (_ENGINES, engines)) if not value]
         if missing:
             raise UsageError(
                 f"{apart[0]} gives half a placement: {' and '.join(missing)} missing. Fix: add"
@@ -332,7 +343,7 @@ def default_flags(
     else:
         gpus = machine.total or 1
     ranks = ranks or gcd(gpus, largest)
-    defaults: dict[str, Default] = {_ALL: None, **_ranks(flags, nodes or gpus // ranks, ranks)}
+    defaults: dict[str, Default] = {_COLOCATE_ALL: None, **_ranks(flags, nodes or gpus // ranks, ranks)}
     if not (has_hybrid_flag and flags.has(SHARE, "--vllm.enable_sleep")):
         defaults |= {"--vllm.enable_sleep": None, "--ds.enable_sleep": None}
     if not has_hybrid_flag:
@@ -362,7 +373,9 @@ def default_flags(
 
 def _other_half(flags: Flags, machine: Machine) -> list[str]:
     """The missing flags of a placement on which trainer and engines have GPUs of their own."""
-    nodes, ranks, engines, tensor = (int(flags.value(name) or 0) for name in (_NODES, _ACTOR, _ENGINES, _TENSOR))
+    nodes, ranks, engines, tensor = (
+        int(flags.value(name) or 0) for name in (_ACTOR_NODES, _ACTOR_GPUS, _ENGINES, _TENSOR)
+    )
     tensor = tensor or 1
     words = []
     has_reference = float(flags.or_default("--algo.kl.init_coef")) > 0.0
@@ -370,7 +383,7 @@ def _other_half(flags: Flags, machine: Machine) -> list[str]:
         words.append("--train.colocate_actor_ref")  # else the reference would have as many GPUs again
     if not ranks:
         ranks = max((machine.total - engines * tensor if engines else machine.total // 2) // (nodes or 1), 1)
-        words += [_ACTOR, str(ranks)]
+        words += [_ACTOR_GPUS, str(ranks)]
     if not engines:
         engines = max((machine.total - ranks * (nodes or 1)) // tensor, 1)
         words += [_ENGINES, str(engines)]
@@ -407,7 +420,7 @@ def check(args: Args) -> None:
     if placement.is_hybrid(args) and ranks != engines * tensor:
         raise UsageError(
             f"{_ENGINES} {engines} × {_TENSOR} {tensor} is {engines * tensor} GPUs, and the actor has {ranks}: with"
-            f" {_ALL} they share the same GPUs. Fix: {_ENGINES} {max(ranks // tensor, 1)}, or leave both out."
+            f" {_COLOCATE_ALL} they share the same GPUs. Fix: {_ENGINES} {max(ranks // tensor, 1)}, or leave both out."
         )
     everything = args["train.colocate_all"]
     pair = args["train.colocate_critic_reward"]
@@ -437,7 +450,7 @@ def check_machine(args: Args, machine: Machine | None) -> str | None:
     if placement.is_hybrid(args) and not args["vllm.enable_sleep"] and share > _MOST_AWAKE:
         raise UsageError(
             f"{SHARE} {share:g} without --vllm.enable_sleep leaves the trainer too little of the GPUs that it shares"
-            f" with the engines ({_ALL}). Fix: add --vllm.enable_sleep --ds.enable_sleep {SHARE} 0.5."
+            f" with the engines ({_COLOCATE_ALL}). Fix: add --vllm.enable_sleep --ds.enable_sleep {SHARE} 0.5."
         )
     if machine.free is not None and args["vllm.num_engines"] and share * machine.memory > machine.free:
         raise UsageError(

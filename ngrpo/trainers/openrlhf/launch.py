@@ -31,7 +31,7 @@ _OPENRLHF_ENV = {"TOKENIZERS_PARALLELISM": "true", "NCCL_DEBUG": "WARN", "RAY_EN
 
 # Prefixes of the environment variables that the docs name. Every worker gets these variables with this process's
 # values, except those of `_OF_A_NODE`, which differ by node.
-_TRAVELS = (
+_FORWARDED_PREFIXES = (
     "DS_",
     "FI_",
     "GLOO_",
@@ -46,13 +46,15 @@ _TRAVELS = (
     "WANDB_",
 )
 _OF_A_NODE = (processes.OWNER, "VLLM_HOST_IP")
-_OPENED = ("path", "_url", "_dir", "dataset")  # the ends of OpenRLHF's flags that take paths
+_PATH_FLAG_ENDINGS = ("path", "_url", "_dir", "dataset")  # the ends of OpenRLHF's flags that take paths
 
 RUN_ID = "NGRPO_RUN_ID"
 """Environment variable that every process of a run inherits, so that those left over can be found."""
 
 _GRACE_SECONDS = 5.0
-_ROOM = "is still there. Make room (--ckpt.max_num keeps fewer) and go on with --ckpt.load_enable. The writer said:"
+_CHECKPOINT_ADVICE = (
+    "is still there. Make room (--ckpt.max_num keeps fewer) and go on with --ckpt.load_enable. The writer said:"
+)
 # What an error's text means; the line that fits the pattern, or the last one, is appended.
 _MEANING_OF_ERROR = {
     # The memory monitor of Ray 2.55.
@@ -100,11 +102,11 @@ _MEANING_OF_ERROR = {
     # torch 2.13 does not pass on the system's word if it cannot write a checkpoint.
     r"(?s)inline_container\.cc.*unexpected pos|PytorchStreamWriter failed": (
         "a checkpoint could not be written whole: no space is left on the device of --ckpt.path or --ckpt.output_dir."
-        f" The one before {_ROOM}"
+        f" The one before {_CHECKPOINT_ADVICE}"
     ),
     r"No space left on device": (
         "a file could not be written: no space is left on its device. A run writes to --run-dir, --ckpt.path,"
-        f" --ckpt.output_dir and --logger.tensorboard_dir. The last checkpoint {_ROOM}"
+        f" --ckpt.output_dir and --logger.tensorboard_dir. The last checkpoint {_CHECKPOINT_ADVICE}"
     ),
 }
 
@@ -148,7 +150,7 @@ def worker_env(profile: Profile) -> dict[str, str]:
     """The environment of every Ray worker process; the user's own values win, except over the profile's forced ones."""
     env = {name: os.environ.get(name, value) for name, value in {**_OPENRLHF_ENV, **profile.env}.items()}
     # The processes of a cluster that was joined do not have this process's environment.
-    env |= {k: v for k, v in os.environ.items() if k.startswith(_TRAVELS) and k not in _OF_A_NODE}
+    env |= {k: v for k, v in os.environ.items() if k.startswith(_FORWARDED_PREFIXES) and k not in _OF_A_NODE}
     env |= profile.forced_env
     # The setup hook runs before Ray gives a worker the driver's sys.path; a checkout that is not
     # installed must be importable there too (Ray 2.55). On a cluster ngrpo must be installed.
@@ -172,9 +174,9 @@ def _start_ray(profile: Profile, flags: Flags, conditions: Sequence[str], run: R
         return
     ray.init(address=address, runtime_env=everywhere)
     try:
-        _check_paths(opened(flags, run.run_dir))
+        _check_paths(local_paths(flags, run.run_dir))
     except RayError as error:
-        raise _failed(error) from None
+        raise _as_training_failed(error) from None
     needed_gpus = sum(group.gpus for group in placement.groups(flags.args))
     cluster_gpus = int(ray.cluster_resources().get("GPU", 0))
     if cluster_gpus < needed_gpus and profile.name == "cpu":  # with CUDA a cluster may grow
@@ -193,7 +195,7 @@ def _run(flags: Sequence[str]) -> None:
         runpy.run_module(_PROGRAM, run_name="__main__", alter_sys=True)
         finished = True
     except Exception as error:
-        raise _failed(error) from None
+        raise _as_training_failed(error) from None
     finally:
         sys.argv = argv
         if "ray" in sys.modules:
@@ -228,11 +230,11 @@ def setup_hook(conditions: Sequence[str], run: RunConfig) -> Callable[[], None]:
     return in_worker
 
 
-def opened(flags: Flags, run_dir: str | None) -> dict[str, str]:
+def local_paths(flags: Flags, run_dir: str | None) -> dict[str, str]:
     """The files and folders of this machine that a run's flags name and another node may open, each with its flag."""
     values = {"--run-dir": run_dir or ""}
     for flag in flags:
-        if flag.name.endswith(_OPENED) and flag.values:
+        if flag.name.endswith(_PATH_FLAG_ENDINGS) and flag.values:
             values[flag.name] = flag.values[0]
     flag_of_path = {}
     for name, value in values.items():
@@ -244,7 +246,7 @@ def opened(flags: Flags, run_dir: str | None) -> dict[str, str]:
 
 
 def _check_paths(paths: Mapping[str, str]) -> None:
-    """Raises ``UsageError`` for the first path of :func:`opened` that another node of the joined cluster lacks."""
+    """Raises ``UsageError`` for the first path of :func:`local_paths` that another node of the joined cluster lacks."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -266,7 +268,11 @@ def _check_paths(paths: Mapping[str, str]) -> None:
             )
 
 
-def _failed(error: Exception) -> TrainingFailed:
+def _as_training_failed(error: Exception) -> TrainingFailed:
+    """An error of OpenRLHF's program with its meaning or root cause, and the folder of Ray's logs.
+
+    The traceback of an error without a known meaning is printed.
+    """
     explained = explanation(error)
     if explained is None:
         traceback.print_exception(error)

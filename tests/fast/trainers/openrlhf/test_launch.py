@@ -82,7 +82,7 @@ def test_an_engine_that_does_not_start_is_explained_too(tmp_path: Path, monkeypa
     (tmp_path / "worker-1.out").write_text(f"(EngineCore pid=7) ERROR 11-26 23:19:21 [core.py:1374] {said}\n")
     node = SimpleNamespace(get_logs_dir_path=lambda: str(tmp_path))
     monkeypatch.setattr(pytest.importorskip("ray")._private.worker, "_global_node", node)
-    told = str(launch._failed(RuntimeError("Engine core initialization failed. See root cause above.")))
+    told = str(launch._as_training_failed(RuntimeError("Engine core initialization failed. See root cause above.")))
     assert told.startswith("an engine did not start: other processes hold memory of the GPU")
     assert said[12:] in told
 
