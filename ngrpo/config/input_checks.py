@@ -286,7 +286,11 @@ def name_of(flags: Flags) -> str:
 
 
 def check_options(flags: Flags, run: RunConfig) -> str | None:
-    """The options of LoRA, each method and a local model, or why they were not compared."""
+    """Checks the run's options against its model; returns why it could not look, or None.
+
+    Raises:
+        UsageError: where an option of LoRA, the second round, the perturbation or the noise does not fit the model.
+    """
     lora_check.check_target_modules(flags, architecture.find_config(name_of(flags)))
     _check_second_round(flags, run)
     model = flags.value(MODEL) or ""

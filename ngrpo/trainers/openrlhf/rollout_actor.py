@@ -47,6 +47,9 @@ class PerturbedRolloutRayActor(Upstream):
 
     Attributes:
         weight_version: of the engine's weights: the number of weight syncs that it has completed.
+        engine_check: the engine's check of its overrides, which requests wait for; where ngrpo configures the engine.
+        pick_ups: takes the records of finished requests from the engine; where ngrpo configures it.
+        second_rounds_asked: how many second rounds each prompt has had; in a run with a second round.
     """
 
     weight_version = 0
