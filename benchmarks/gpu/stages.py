@@ -15,8 +15,14 @@ from typing import Any
 SMOLLM2 = "smollm2-135m"
 _MODEL = ("transformers",)
 _VLLM = ("vllm", "transformers")
-_TRAINER = ("transformers", "openrlhf", "ray", "deepspeed")
-_TRAINING = ("vllm", *_TRAINER)
+# OpenRLHF's actor imports these, and neither Ray nor vLLM.
+_ACTOR = (
+    *("transformers", "openrlhf", "deepspeed", "datasets", "torchdata"),
+    *("pydantic", "hjson", "pylatexenc"),
+)
+_TRAINING = ("vllm", "ray", *_ACTOR)
+# The machine is described as one without a Ray cluster, which needs no Ray.
+_WITHOUT_RAY = {"RAY_ADDRESS": "local"}
 
 
 @dataclass(frozen=True)
@@ -188,7 +194,7 @@ def _trainer(
 
 def _first_step(name: str, seconds: float, about: str, offload: bool) -> Stage:
     arguments = {"hardware": "cuda", "model": "0.5b", "lengths": _LENGTHS, "offload": offload}
-    return Stage(name, "first_step", seconds, about, arguments, needs=_TRAINER)
+    return Stage(name, "first_step", seconds, about, arguments, env=_WITHOUT_RAY, needs=_ACTOR)
 
 
 def _training(
@@ -224,11 +230,12 @@ def _rehearsal() -> list[Stage]:
     # What a training on GPUs has by default.
     as_on_gpus = ["--ds.param_dtype", "bf16", "--ds.enable_sleep", "--actor.gradient_checkpointing_enable"]
     first_step = {"hardware": "cpu", "model": "tiny", "lengths": [24, 9, 17, 12], "flags": as_on_gpus}
+    on_device = {**first_step, "offload": False}
     offloaded = {**first_step, "offload": True}
     two_cores = {**_exactness(1, "float32"), "VLLM_CPU_OMP_THREADS_BIND": "0|1"}
     return [
-        Stage("first-step", "first_step", 20, "without vLLM", {**first_step, "offload": False}, needs=_TRAINER),
-        Stage("first-step-offload", "first_step", 20, "Adam on the CPU", offloaded, needs=_TRAINER),
+        Stage("first-step", "first_step", 20, "without vLLM", on_device, env=_WITHOUT_RAY, needs=_ACTOR),
+        Stage("first-step-offload", "first_step", 20, "Adam on the CPU", offloaded, env=_WITHOUT_RAY, needs=_ACTOR),
         Stage("training", "training", 120, "OpenRLHF, two steps", training, needs=_TRAINING),
         Stage("throughput", "throughput", 60, "over stock vLLM", throughput, _runner(1)),
         Stage("exact", "exactness", 60, "every perturbation, runner V1", exact, _exactness(1, "float32")),

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -114,6 +115,8 @@ def obstacle(*, offload: bool) -> str | None:
     for program in (os.environ.get("CXX", "g++"), "ninja"):
         if shutil.which(program, path=search_path) is None:
             return f"{program} is not on PATH"
+    if not Path(sysconfig.get_path("include"), "Python.h").is_file():
+        return f"Python's headers are missing: {sysconfig.get_path('include')} has no Python.h"
     if not offload:
         missing = [name for name in HEADERS if not (home / "include" / name).is_file()]
         if missing:

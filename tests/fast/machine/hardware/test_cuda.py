@@ -25,7 +25,14 @@ MOVED = ("--ds.zero_stage", "3", "--ds.enable_sleep")
 
 @pytest.fixture
 def bare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """As on a machine whose torch is built for CUDA 13.0, without a toolkit or a compiler: the only folder on PATH."""
+    """As on a machine whose torch is built for CUDA 13.0, without a toolkit or a compiler: the only folder on PATH.
+
+    Python's headers are there.
+    """
+    headers = tmp_path / "python"
+    headers.mkdir()
+    (headers / "Python.h").touch()
+    monkeypatch.setattr("sysconfig.get_path", lambda _name: str(headers))
     monkeypatch.setattr("torch.version.cuda", "13.0")
     monkeypatch.setattr(cuda, "_DEFAULT_HOME", tmp_path / "usr-local-cuda")
     for name in ("CUDA_HOME", "CUDA_PATH", "RAY_ADDRESS", "CXX", "DS_SKIP_CUDA_CHECK"):
@@ -152,6 +159,12 @@ def test_a_header_or_a_library_is_missing(complete: Path) -> None:
     header.unlink()
     assert replacement().endswith(f"{complete}/include has no {header.name}.")
     assert "libcurand.so" in replacement(OFFLOAD), "the Adam of the CPU includes none of these headers"
+
+
+def test_python_s_headers_are_missing(complete: Path, tmp_path: Path) -> None:
+    (tmp_path / "python" / "Python.h").unlink()
+    for flags in (PLAIN, OFFLOAD):
+        assert f"{tmp_path / 'python'} has no Python.h" in replacement(flags)
 
 
 def test_nvcc_does_not_have_the_gpus_architecture(complete: Path, monkeypatch: pytest.MonkeyPatch) -> None:
