@@ -245,8 +245,8 @@ class Decoding:
         if self.perturber.computes_logits(count):  # as in the runner's wrapper
             with self._output_layer.left_to_graph():
                 logits = self._model.compute_logits(self._last_hidden[:count])
-                self.perturber.finish(logits, self._temperature, logits, None, self._output_layer.take())
+                self.perturber.finish(logits, self._temperature, None, None, self._output_layer.take())
         else:
             logits = self._logits[:count]
-            self.perturber.finish(logits, self._temperature, logits, None)
+            self.perturber.finish(logits, self._temperature, None, None)
         self._position += 1

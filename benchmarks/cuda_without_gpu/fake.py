@@ -208,7 +208,7 @@ class FakeDecoding:
         self.perturber.begin(self.names, starts, np.ones_like(starts), np.zeros(len(starts), dtype=bool))
         if self._reads_hidden:
             self.perturber.keep_hidden(torch.empty(len(self.names), self._hidden, dtype=torch.bfloat16, device="cuda"))
-        self.perturber.finish(logits, temperature, logits, None)
+        self.perturber.finish(logits, temperature, None, None)
         self._position += 1
 
 

@@ -160,7 +160,7 @@ def _draw(engine: Engine, batch: list[Request], ends: np.ndarray, plan: Plan) ->
     if plan.sampling != "all":
         logits = logits.float()
     scaled = engine.logits(logits)
-    drawable = scaled
+    drawable = None
     greedy = None
     if plan.sampling == "filtered":
         fortieth = logits.topk(40, dim=-1).values[:, -1:]
@@ -186,9 +186,9 @@ def _draw_from_hidden(
         engine.perturber.keep_hidden(hidden)
     if engine.perturber.computes_logits(len(batch)):
         placeholder = output_layer.placeholder(len(batch))
-        return engine.perturber.finish(placeholder, temperature, placeholder, None, output_hidden=hidden)
+        return engine.perturber.finish(placeholder, temperature, None, None, output_hidden=hidden)
     logits = output_layer.compute(hidden)
-    return engine.perturber.finish(logits, temperature, logits, None)
+    return engine.perturber.finish(logits, temperature, None, None)
 
 
 def each_alone(perturbation: Perturbation, plan: Plan, count: int) -> tuple[list[Request], dict[str, Any], Any]:

@@ -297,23 +297,25 @@ class RolloutPerturber:
         self,
         scaled: Tensor,
         temperature: Tensor,
-        drawable: Tensor,
+        drawable: Tensor | None,
         greedy: Tensor | None,
         output_hidden: Tensor | None = None,
     ) -> Tensor:
         """Draws the next tokens, (B,) int64, and the edits of the gated rows.
 
-        ``scaled``: z̃, (B, V), float32; or as the model computes them, where no request changes or filters any.
-        ``temperature``: (B,) float32, 1 for greedy rows. ``drawable``: logits after top-k, top-p and min-p, (B, V)
-        float32; the tensor ``scaled`` itself where no request filters. ``greedy``: argmax tokens for greedy rows and -1
-        elsewhere, (B,) int64; None where no row is greedy. ``output_hidden``: the last hidden states, (B, D), if the
-        graph computes the logits; ``scaled`` and ``drawable`` are then a placeholder without values. Else None.
+        Args:
+            scaled: z̃, (B, V) float32; the model's own logits in its dtype where no request changes or filters any. A
+                placeholder without values where the graph computes the logits.
+            temperature: (B,) float32, 1 for greedy rows.
+            drawable: the logits after top-k, top-p and min-p, (B, V) float32; None where no request filters.
+            greedy: the argmax token of a greedy row and -1 elsewhere, (B,) int64; None where no row is greedy.
+            output_hidden: the last hidden states, (B, D), where the graph computes the logits; else None.
         """
         batch, hidden = self._take_step(scaled)
         logits = Logits(
             scaled=scaled,
             temperature=temperature,
-            drawable=None if drawable is scaled else drawable,
+            drawable=drawable,
             greedy=greedy,
             hidden=hidden,
         )
@@ -324,7 +326,9 @@ class RolloutPerturber:
                 output = require(self._output, "the output layer")
                 logits = logits._replace(scaled=output.compute(output_hidden))
             drawn = self._draw_in_parts(batch, kept, logits)
-        support = None if self.masks is None else SamplingSupport(drawable, self._download)
+        support = None
+        if self.masks is not None:
+            support = SamplingSupport(scaled if drawable is None else drawable, self._download)
         routed = None if self.routed is None else self.routed.take(self._download)
         self._remember(batch, kept, drawn.may_edit)
         self.pending.add(

@@ -128,7 +128,7 @@ def _sample_v1(sampler: SamplerV1, perturbation: AttachedPerturbation) -> Callab
         if factor is not None:
             scaled = scaled.div_(factor.unsqueeze(-1))
             temperature = temperature * factor
-        drawable = scaled
+        drawable = None
         if sampling.filters:
             drawable = scaled.clone()  # perturbations see the logits before the filters
             for processor in metadata.logitsprocs.argmax_invariant:
@@ -139,10 +139,11 @@ def _sample_v1(sampler: SamplerV1, perturbation: AttachedPerturbation) -> Callab
         if metadata.max_num_logprobs is None and not getattr(metadata, "logprob_token_ids", None):
             return tokens, None
         mode = logprobs_mode_override or sampler.logprobs_mode
+        processed = scaled if drawable is None else drawable
         if mode == "processed_logits":
-            return tokens, drawable
+            return tokens, processed
         if mode == "processed_logprobs":
-            return tokens, sampler.compute_logprobs(drawable)
+            return tokens, sampler.compute_logprobs(processed)
         return tokens, None
 
     return sample
@@ -345,7 +346,7 @@ def _sample_v2(sampler: SamplerV2, perturbation: AttachedPerturbation) -> Callab
         output_layer = perturbation.output_layer
         output_hidden = None if output_layer is None else output_layer.take()
         if output_hidden is not None:
-            return perturber.finish(logits, sampling.temperature, logits, None, output_hidden), logits
+            return perturber.finish(logits, sampling.temperature, None, None, output_hidden), logits
         # Where no request changes its logits, these are the model's own, in its dtype: the draw reads them as they are.
         changeable = logits if applies_in_copy else logits.float()
         scaled = sampler.apply_sampling_params(changeable, *arguments, skip_top_k_top_p=True)
@@ -355,15 +356,15 @@ def _sample_v2(sampler: SamplerV2, perturbation: AttachedPerturbation) -> Callab
         if factor is not None:
             scaled = scaled / factor.unsqueeze(-1)
             temperature = temperature * factor
-        drawable = scaled
+        drawable = None
         if sampling.min_p:
             drawable = scaled.clone()
             original_min_p(drawable, slots, slots_np)
         if sampling.top_k is not None or sampling.top_p is not None:
-            if drawable is scaled:  # vLLM filters in place where it can
+            if drawable is None:  # vLLM filters in place where it can
                 drawable = scaled.clone()
             drawable = apply_top_k_top_p(drawable, sampling.top_k, sampling.top_p)
-        return perturber.finish(scaled, temperature, drawable, greedy), drawable
+        return perturber.finish(scaled, temperature, drawable, greedy), scaled if drawable is None else drawable
 
     states.apply_min_p = apply_min_p
     return sample

@@ -103,8 +103,7 @@ class Logits(NamedTuple):
     """The sampler's inputs at the B rows of a step.
 
     Attributes:
-        scaled: z̃, the logits divided by the temperature, (B, V) float32; or as the model computes them, in its dtype,
-            where no request changes or filters any.
+        scaled: z̃, the logits divided by the temperature, (B, V); its dtype is that of ``RolloutPerturber.finish``.
         temperature: (B,) float32, 1 for greedy rows.
         drawable: the logits after top-k, top-p and min-p, (B, V) float32; None where no request filters.
         greedy: the argmax token of a greedy row and -1 elsewhere, (B,) int64; None where no row is greedy.

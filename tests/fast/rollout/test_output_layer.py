@@ -170,7 +170,7 @@ class Perturber:
     def finish(self, scaled: Any, temperature: Any, drawable: Any, greedy: Any, output_hidden: Any = None) -> Any:
         assert scaled.shape == (ROWS, VOCABULARY)
         assert greedy is None
-        assert drawable is scaled
+        assert drawable is None
         self.drawn_from.append("logits" if output_hidden is None else "hidden states")
         assert scaled.is_meta == (output_hidden is not None)
         return torch.arange(ROWS)

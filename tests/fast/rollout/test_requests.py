@@ -151,7 +151,7 @@ def test_a_request_with_the_id_of_the_last_one_is_another_trajectory() -> None:
             engine.requests.update(SimpleNamespace(finished_req_ids=finished, scheduled_new_reqs=[new]))
             engine.perturber.begin([name], np.array([0]), np.array([number]), np.array([False]))
             logits = torch.zeros(1, plan.vocabulary)
-            engine.perturber.finish(logits, torch.ones(1), logits, None)
+            engine.perturber.finish(logits, torch.ones(1), None, None)
             packed = engine.requests.take([name])[name]
             finished = {name}
         return FinishedTrajectory.unpack(packed)

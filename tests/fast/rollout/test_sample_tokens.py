@@ -18,7 +18,7 @@ FLAT = torch.zeros(BATCH, 1024)
 
 def tokens_of_step(
     decoding: Decoding,
-    drawable: Tensor = FLAT,
+    drawable: Tensor | None = None,
     greedy: list[int] | None = None,
     discard: bool = False,
     position: int = PROMPT,
@@ -61,7 +61,7 @@ def test_a_token_that_a_thinking_budget_forces_is_ordinary(name: str) -> None:
     decoding = Decoding(create(name, rate=1.0, burn_in=0), BATCH)
 
     decoding.perturber.begin(decoding.requests, (PROMPT - 1) * ones, ones, np.full(BATCH, False))
-    tokens = decoding.perturber.finish(forced, torch.full((BATCH,), 2.0), forced, None)
+    tokens = decoding.perturber.finish(forced, torch.full((BATCH,), 2.0), None, None)
     decoding.perturber.pending.drain(until=1)
 
     assert tokens[1] == 5

@@ -228,7 +228,7 @@ class Rollout:
         counts = np.array([count for _, count in computed.values()])
         self.perturber.begin(names, firsts, counts, np.full(len(names), discard))
         logits = torch.stack([logits_of(name, at) for name, at in zip(names, firsts + counts)])
-        return self.perturber.finish(logits, torch.ones(len(names)), logits, None).tolist()
+        return self.perturber.finish(logits, torch.ones(len(names)), None, None).tolist()
 
     def decode(self, positions: range, *names: str) -> None:
         """Draws the tokens of these positions; a prompt is computed with the first."""
