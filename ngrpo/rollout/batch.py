@@ -52,12 +52,12 @@ class Batch:
     Attributes:
         rows: the trajectory of each row.
         next_positions: of the tokens that are drawn, (B,) int64.
-        sampled: False where a prompt is not complete, so that vLLM throws the token away, (B,) bool.
+        keeps_token: False where the prompt is incomplete, so that vLLM throws the drawn token away, (B,) bool.
     """
 
     rows: Rows
     next_positions: np.ndarray
-    sampled: np.ndarray
+    keeps_token: np.ndarray
 
     @property
     def slots(self) -> np.ndarray:

@@ -128,7 +128,7 @@ class RolloutPerturber:
         self._drawn_slots = NO_POSITIONS
         self._drawn_positions = NO_POSITIONS
         self._in_order = False  # whether row i of the last forward was fed by row i of the step before
-        self._last_position = np.full(store.slots, -1, dtype=np.int64)  # by slot; -1 where it drew none that is kept
+        self._last_position = np.full(store.slots, -1, dtype=np.int64)  # by slot; -1 where it drew none that is stored
 
     def _watched(self) -> list[Tensor]:
         """What a graph reads, beside the buffers that it makes itself."""
@@ -319,24 +319,25 @@ class RolloutPerturber:
             greedy=greedy,
             hidden=hidden,
         )
-        kept = batch.sampled & (batch.next_positions < self._store.max_model_len)
-        drawn = self._draw_by_graph(batch, kept, logits, output_hidden)
+        # The store has no place for a token beyond the longest trajectory's last position.
+        stored_tokens = batch.keeps_token & (batch.next_positions < self._store.max_model_len)
+        drawn = self._draw_by_graph(batch, stored_tokens, logits, output_hidden)
         if drawn is None:
             if output_hidden is not None:
                 output = require(self._output, "the output layer")
                 logits = logits._replace(scaled=output.compute(output_hidden))
-            drawn = self._draw_in_parts(batch, kept, logits)
+            drawn = self._draw_in_parts(batch, stored_tokens, logits)
         support = None
         if self.masks is not None:
             support = SamplingSupport(scaled if drawable is None else drawable, self._download)
         routed = None if self.routed is None else self.routed.take(self._download)
-        self._remember(batch, kept, drawn.may_edit)
+        self._remember(batch, stored_tokens, drawn.may_edit)
         self.pending.add(
             PendingStep(
                 ready=self._event(drawn.buffer),
                 slots=batch.slots,
                 positions=batch.next_positions,
-                kept_rows=None if kept.all() else kept.nonzero()[0],
+                kept_rows=None if stored_tokens.all() else stored_tokens.nonzero()[0],
                 record=drawn.record,
                 support=support,
                 routed=routed,
@@ -356,21 +357,21 @@ class RolloutPerturber:
         return batch, hidden
 
     def _draw_by_graph(
-        self, batch: Batch, kept: np.ndarray, logits: Logits, output_hidden: Tensor | None
+        self, batch: Batch, stored_tokens: np.ndarray, logits: Logits, output_hidden: Tensor | None
     ) -> DrawnBatch | None:
         """A step as one graph; None where no graph serves it."""
         size = None if self._graphs is None else self._graphs.bucket(len(batch.slots))
         if size is None:
             return None
         rows = batch.rows
-        eligible = kept & rows.perturbed
+        eligible = stored_tokens & rows.perturbed
         if self._gate.plans:  # the host must ask a further gate for its plan; rate and schedule are the device's
             positions = Positions(seeds=rows.seeds, first=rows.first, positions=batch.next_positions)
             eligible = self._gate.planned(positions, eligible)
         columns = rows.columns_of(size, scratch=self._store.slots)
         count = len(batch.slots)
         columns.positions[:count] = batch.next_positions
-        columns.sampled[:count] = batch.sampled
+        columns.keeps_token[:count] = batch.keeps_token
         columns.eligible[:count] = eligible
         matrix = require(rows.matrix, "the columns")
         result = self._try_graphs(lambda graphs: graphs.run(matrix, count, logits, output_hidden))
@@ -392,17 +393,17 @@ class RolloutPerturber:
             self._graphs = None
             return None
 
-    def _draw_in_parts(self, batch: Batch, kept: np.ndarray, logits: Logits) -> DrawnBatch:
+    def _draw_in_parts(self, batch: Batch, stored_tokens: np.ndarray, logits: Logits) -> DrawnBatch:
         """A step whose parts run one by one; the host selects the rows that may be edited."""
         rows = batch.rows
         positions = Positions(seeds=rows.seeds, first=rows.first, positions=batch.next_positions)
-        gated = self._gate.selected(positions, kept & rows.perturbed)
+        gated = self._gate.selected(positions, stored_tokens & rows.perturbed)
         # In the order of `StepRows` and `GatedRows`.
         columns = [
             batch.slots,
             rows.first,
             batch.next_positions,
-            batch.sampled,
+            batch.keeps_token,
             rows.seeds,
             positions.keys(streams.Stream.TOKEN),
         ]
@@ -420,15 +421,15 @@ class RolloutPerturber:
         )
         return DrawnBatch(edited.tokens, record, buffer=None, may_edit=batch.slots[gated])
 
-    def _remember(self, batch: Batch, kept: np.ndarray, may_edit: np.ndarray) -> None:
+    def _remember(self, batch: Batch, stored_tokens: np.ndarray, may_edit: np.ndarray) -> None:
         """What the next step needs to know of this one."""
         self._drawn_slots = batch.slots
         self._drawn_positions = batch.next_positions
-        if not kept.all():
+        if not stored_tokens.all():
             self._in_order = False  # a row whose token is thrown away goes on with its prompt
         # A slot that is not in this step has -1: if it comes back, its edits come from the store.
         self._last_position.fill(-1)
-        self._last_position[batch.slots[kept]] = batch.next_positions[kept]
+        self._last_position[batch.slots[stored_tokens]] = batch.next_positions[stored_tokens]
         self._store.has_edits[may_edit] = True
 
     def _event(self, buffer: HostBuffer | None = None) -> torch.cuda.Event | None:

@@ -148,12 +148,12 @@ class RoutedExperts:
 
     # --- a step -------------------------------------------------------------------------------------------------
 
-    def begin(self, slots: np.ndarray, starts: np.ndarray, counts: np.ndarray, sampled: np.ndarray) -> None:
+    def begin(self, slots: np.ndarray, starts: np.ndarray, counts: np.ndarray, keeps_token: np.ndarray) -> None:
         """The next forward computes ``counts`` tokens of each slot; arguments as in the perturber, (B,) each."""
         ends = np.cumsum(counts)
         positions = ranges(starts, counts)
         drawn = np.zeros(len(positions), dtype=bool)
-        drawn[ends - 1] = sampled
+        drawn[ends - 1] = keeps_token
         places = np.full(len(positions), -1)
         cached: list[CachedTokens] = []
         if self._blocks:

@@ -360,7 +360,7 @@ class StepGraphs:
         # scratch slot, so that it does not move the gate's state of a trajectory.
         values = flat.clone()
         columns.slots.fill_(self._scratch)
-        columns.sampled.zero_()
+        columns.keeps_token.zero_()
         columns.eligible.zero_()
         self._step(columns, logits, output_hidden)
         self._check_addresses()  # the first run may have built a new table, and older graphs read the old one

@@ -269,14 +269,14 @@ class StepKernels:
         """
         if self._gate.tracks_tokens:
             matched = self._gate.matched(rows.slots, rows.positions)
-            self._gate.observe(rows.slots, rows.positions, tokens, matched, rows.sampled > 0)
+            self._gate.observe(rows.slots, rows.positions, tokens, matched, rows.keeps_token > 0)
 
     @_part
     def advance_gate(self, rows: Tensor, draw: Drawn, logits: Logits, fed: Tensor) -> None:
         """Moves the further gate's state past the tokens of all rows; ``fed``: perturbed, (B,) bool."""
         step_rows = StepRows.view(rows)
         step = self._perturbation_step(step_rows, draw, logits, keys={})
-        self._gate.advance(step_rows.slots, step, step_rows.first, fed, step_rows.sampled > 0)
+        self._gate.advance(step_rows.slots, step, step_rows.first, fed, step_rows.keeps_token > 0)
 
     # Only a graph computes keys on the device: as single operations they would be a hundred kernels.
     @_part
@@ -290,7 +290,7 @@ class StepKernels:
             slots=columns.slots,
             first=columns.first,
             positions=columns.positions,
-            sampled=columns.sampled,
+            keeps_token=columns.keeps_token,
             seeds=columns.seeds,
             token_keys=streams.of_stream(mixed, streams.Stream.TOKEN),
         )

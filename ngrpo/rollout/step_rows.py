@@ -21,7 +21,7 @@ class StepRows(NamedTuple):
         slots: of the trajectories.
         first: positions of their first generated tokens.
         positions: of the tokens that are drawn.
-        sampled: 0 where a prompt is not complete, so that vLLM throws the token away.
+        keeps_token: 0 where the prompt is incomplete, so that vLLM throws the drawn token away.
         seeds: of the trajectories.
         token_keys: the keys of `Stream.TOKEN`.
     """
@@ -29,7 +29,7 @@ class StepRows(NamedTuple):
     slots: Tensor
     first: Tensor
     positions: Tensor
-    sampled: Tensor
+    keeps_token: Tensor
     seeds: Tensor
     token_keys: Tensor
 
@@ -49,7 +49,7 @@ class StepColumns(NamedTuple):
     slots: Tensor
     first: Tensor
     positions: Tensor
-    sampled: Tensor
+    keeps_token: Tensor
     seeds: Tensor
     eligible: Tensor
 
@@ -60,7 +60,7 @@ class HostColumns(NamedTuple):
     slots: np.ndarray
     first: np.ndarray
     positions: np.ndarray
-    sampled: np.ndarray
+    keeps_token: np.ndarray
     seeds: np.ndarray
     eligible: np.ndarray
 
