@@ -31,7 +31,7 @@ from ngrpo.rollout.sample_tokens import GREEDY_BELOW
 from perturbations.errors import UsageError, require
 
 _NO_LOGPROBS = -1  # vLLM's NO_LOGPROBS, of a request that wants none
-_ALL = np.iinfo(np.int64).max  # tokens of a request whose parameters change the logits of each of them
+_TO_THE_END = np.iinfo(np.int64).max  # more tokens than any request draws
 
 
 def _with_requests(original: Callable[..., Any], perturbation: AttachedPerturbation) -> Callable[..., Any]:
@@ -183,12 +183,12 @@ def attach_v2(runner: RunnerV2, perturbation: AttachedPerturbation) -> None:
     runner.prepare_inputs = prepare_inputs
     runner.sampler.sample = _sample_v2(runner.sampler, perturbation)
     if perturbation.output_layer is not None:
-        changed_tokens = np.full(runner.max_num_reqs, _ALL)
-        runner.sampler.add_request = _with_min_tokens(runner.sampler.add_request, changed_tokens)
-        runner.sample = _leave_logits_to_graph(runner, perturbation, perturbation.output_layer, changed_tokens)
+        logits_changed_until = np.full(runner.max_num_reqs, _TO_THE_END)
+        runner.sampler.add_request = _noting_changed_logits(runner.sampler.add_request, logits_changed_until)
+        runner.sample = _leave_logits_to_graph(runner, perturbation, perturbation.output_layer, logits_changed_until)
 
 
-def _with_min_tokens(original: Callable[..., Any], changed_tokens: np.ndarray) -> Callable[..., Any]:
+def _noting_changed_logits(original: Callable[..., Any], logits_changed_until: np.ndarray) -> Callable[..., Any]:
     """Wraps ``Sampler.add_request``: notes for how many tokens of a request its parameters change the logits.
 
     OpenRLHF asks for ``min_tokens=1`` in every rollout. vLLM then takes the request's logits for changed as long as it
@@ -196,7 +196,8 @@ def _with_min_tokens(original: Callable[..., Any], changed_tokens: np.ndarray) -
 
     Args:
         original: called first.
-        changed_tokens: the number of tokens by slot, (S,) int64; ``_ALL`` where something else changes the logits.
+        logits_changed_until: by slot, how many tokens a request draws from changed logits before its parameters change
+            them no more, (S,) int64; ``_TO_THE_END`` where something other than ``min_tokens`` changes them.
     """
     signature = inspect.signature(original)
 
@@ -206,37 +207,68 @@ def _with_min_tokens(original: Callable[..., Any], changed_tokens: np.ndarray) -
         params = values["sampling_params"]
         is_filtered = params.top_p < 1.0 or params.top_k > 0 or params.min_p > 0.0
         is_changed = is_filtered or params.temperature != 1.0 or logit_changes(params).keys() - {"min_tokens"}
-        changed_tokens[values["req_idx"]] = _ALL if is_changed else params.min_tokens
+        logits_changed_until[values["req_idx"]] = _TO_THE_END if is_changed else params.min_tokens
 
     return add_request
 
 
+class _LogitsV2(NamedTuple):
+    """Whether a batch draws from the logits as the model computes them.
+
+    Attributes:
+        perturber: that samples.
+        composition: of the perturber's batch.
+        are_unchanged: whether all rows draw from the model's own logits.
+        may_become_unchanged: whether a row has tokens to draw after which its parameters change its logits no more.
+    """
+
+    perturber: RolloutPerturber
+    composition: int
+    are_unchanged: bool
+    may_become_unchanged: bool
+
+    @classmethod
+    def of(
+        cls, sampler: SamplerV2, slots_np: np.ndarray, logits_changed_until: np.ndarray, perturber: RolloutPerturber
+    ) -> "_LogitsV2":
+        """Reads the slots of a batch's rows, (B,). ``logits_changed_until``: as in :func:`_noting_changed_logits`."""
+        changed_until = logits_changed_until[slots_np]
+        is_past_changes = changed_until <= perturber.drawn_tokens
+        may_become_unchanged = (changed_until < _TO_THE_END) & ~is_past_changes
+        return cls(
+            perturber=perturber,
+            composition=perturber.composition,
+            are_unchanged=draws_from_unchanged_logits(sampler, slots_np, is_past_changes),
+            may_become_unchanged=bool(may_become_unchanged.any()),
+        )
+
+    def holds_for(self, perturber: RolloutPerturber) -> bool:
+        """Whether the perturber's next step draws from such logits too."""
+        same_batch = self.perturber is perturber and self.composition == perturber.composition
+        return same_batch and not self.may_become_unchanged
+
+
 def _leave_logits_to_graph(
-    runner: RunnerV2, perturbation: AttachedPerturbation, output_layer: OutputLayer, changed_tokens: np.ndarray
+    runner: RunnerV2, perturbation: AttachedPerturbation, output_layer: OutputLayer, logits_changed_until: np.ndarray
 ) -> Callable[..., Any]:
     """Wraps ``GPUModelRunner.sample``, which computes the logits and samples.
 
-    The step's graph computes the logits where nothing reads or changes them before the draw. ``changed_tokens`` is as
-    in :func:`_with_min_tokens`.
+    The step's graph computes the logits where nothing reads or changes them before the draw. ``logits_changed_until``
+    is as in :func:`_noting_changed_logits`.
     """
     original: Callable[..., Any] = runner.sample
     sampler = require(runner.sampler, "the sampler of the last pipeline rank")
-    unchanged_of: tuple[RolloutPerturber, int] | None = None  # the composition of the batch that has ``unchanged``
-    unchanged = False
+    logits: _LogitsV2 | None = None
 
     def sample(hidden_states: Tensor, input_batch: InputBatchV2, grammar_output: object) -> Any:
-        nonlocal unchanged_of, unchanged
+        nonlocal logits
         perturber = perturbation.perturber
         if grammar_output is not None or not perturber.computes_logits(input_batch.num_reqs):
             return original(hidden_states, input_batch, grammar_output)
-        # A request keeps its parameters and its slot while it runs.
-        if unchanged_of != (perturber, perturber.composition):
-            slots = input_batch.idx_mapping_np
-            has_min_tokens = changed_tokens[slots] <= perturber.drawn_tokens
-            unchanged = draws_from_unchanged_logits(sampler, slots, has_min_tokens)
-            awaits_min_tokens = (changed_tokens[slots] < _ALL) & ~has_min_tokens
-            unchanged_of = None if awaits_min_tokens.any() else (perturber, perturber.composition)
-        if not unchanged:
+        # Cached until the batch changes, unless a row still has changed tokens to draw.
+        if logits is None or not logits.holds_for(perturber):
+            logits = _LogitsV2.of(sampler, input_batch.idx_mapping_np, logits_changed_until, perturber)
+        if not logits.are_unchanged:
             return original(hidden_states, input_batch, grammar_output)
         with output_layer.left_to_graph():
             return original(hidden_states, input_batch, grammar_output)
@@ -244,13 +276,13 @@ def _leave_logits_to_graph(
     return sample
 
 
-def draws_from_unchanged_logits(sampler: SamplerV2, slots_np: np.ndarray, has_min_tokens: np.ndarray) -> bool:
+def draws_from_unchanged_logits(sampler: SamplerV2, slots_np: np.ndarray, is_past_changes: np.ndarray) -> bool:
     """Whether the tokens of these slots, (B,), are drawn from the logits as the model computes them.
 
     They are not where a request is greedy, where its sampling parameters change or filter the logits (a temperature
     other than 1 too), and where vLLM reports log-probabilities, NaNs or the tokens that sampling left.
 
-    ``has_min_tokens``: the rows whose parameters change no logits any more, since ``min_tokens`` are drawn, (B,) bool.
+    ``is_past_changes``: the rows whose parameters change no logits any more, since ``min_tokens`` are drawn, (B,) bool.
     """
     if not hasattr(sampler, "needs_logits_processing"):  # vLLM 0.26 applies all parameters in each step
         return False
@@ -261,7 +293,7 @@ def draws_from_unchanged_logits(sampler: SamplerV2, slots_np: np.ndarray, has_mi
         states.max_num_logprobs(slots_np) != _NO_LOGPROBS
         or sampler.logprob_token_ids_state.max_num_token_ids(slots_np) > 0
     )
-    is_processed = sampler.needs_logits_processing[slots_np] & ~has_min_tokens
+    is_processed = sampler.needs_logits_processing[slots_np] & ~is_past_changes
     return not (reports_log_probs or states.any_greedy(slots_np) or bool(is_processed.any()))
 
 

@@ -62,8 +62,8 @@ MUTATIONS = {
         ("if grammar_output is not None or not perturber", "if not perturber", "logits in a graph: a grammar"),
         ("reports_log_probs or states.any_greedy", "states.any_greedy", "logits in a graph: log-probabilities"),
         (
-            "if unchanged_of != (perturber, perturber.composition):",
-            "if unchanged_of is None:",
+            "self.perturber is perturber and self.composition == perturber.composition",
+            "self.perturber is perturber",
             "logits in a graph: another batch",
         ),
     ],

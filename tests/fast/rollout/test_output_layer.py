@@ -109,23 +109,23 @@ def test_a_request_whose_min_tokens_are_drawn_changes_nothing_more() -> None:
 
 
 @pytest.mark.parametrize(
-    ("params", "changed_tokens"),
+    ("params", "logits_changed_until"),
     [
         ({}, 0),
         ({"min_tokens": 1}, 1),
         ({"min_tokens": 4}, 4),
-        ({"min_tokens": 1, "temperature": 0.9}, runners._ALL),
-        ({"min_tokens": 1, "top_p": 0.9}, runners._ALL),
-        ({"min_tokens": 1, "top_k": 5}, runners._ALL),
-        ({"min_tokens": 1, "min_p": 0.1}, runners._ALL),
-        ({"min_tokens": 1, "repetition_penalty": 1.1}, runners._ALL),
-        ({"min_tokens": 1, "logit_bias": {3: 1.0}}, runners._ALL),
-        ({"min_tokens": 1, "bad_words": ["a"]}, runners._ALL),
+        ({"min_tokens": 1, "temperature": 0.9}, runners._TO_THE_END),
+        ({"min_tokens": 1, "top_p": 0.9}, runners._TO_THE_END),
+        ({"min_tokens": 1, "top_k": 5}, runners._TO_THE_END),
+        ({"min_tokens": 1, "min_p": 0.1}, runners._TO_THE_END),
+        ({"min_tokens": 1, "repetition_penalty": 1.1}, runners._TO_THE_END),
+        ({"min_tokens": 1, "logit_bias": {3: 1.0}}, runners._TO_THE_END),
+        ({"min_tokens": 1, "bad_words": ["a"]}, runners._TO_THE_END),
     ],
 )
 @pytest.mark.parametrize("has_prompt_len", [True, False])
 def test_for_how_many_tokens_parameters_change_logits(
-    params: dict[str, Any], changed_tokens: int, has_prompt_len: bool
+    params: dict[str, Any], logits_changed_until: int, has_prompt_len: bool
 ) -> None:
     """Of a request in slot 2. OpenRLHF has min_tokens=1 in each; vLLM 0.31 passes no length of the prompt any more."""
     sampling = pytest.importorskip("vllm").SamplingParams(**params)
@@ -135,10 +135,10 @@ def test_for_how_many_tokens_parameters_change_logits(
     def since_0_31(req_idx: int, sampling_params: Any) -> None: ...
 
     if has_prompt_len:
-        runners._with_min_tokens(until_0_30, noted)(2, 7, sampling)
+        runners._noting_changed_logits(until_0_30, noted)(2, 7, sampling)
     else:
-        runners._with_min_tokens(since_0_31, noted)(2, sampling)
-    assert noted.tolist() == [-1, -1, changed_tokens, -1]
+        runners._noting_changed_logits(since_0_31, noted)(2, sampling)
+    assert noted.tolist() == [-1, -1, logits_changed_until, -1]
 
 
 def test_a_release_that_applies_all_parameters_in_each_step_keeps_them_outside() -> None:
@@ -180,7 +180,7 @@ def step_of_vllm(
     monkeypatch: pytest.MonkeyPatch,
     perturber: Perturber,
     grammar: Any = None,
-    changed_tokens: np.ndarray | None = None,
+    logits_changed_until: np.ndarray | None = None,
     **changes: Any,
 ) -> Callable[[], Any]:
     """``GPUModelRunner.sample`` and ``Sampler`` of vLLM, with the parts that need a GPU left out."""
@@ -217,8 +217,8 @@ def step_of_vllm(
     runner.sample = MethodType(module.GPUModelRunner.sample, runner)
     perturbation = SimpleNamespace(perturber=perturber, output_layer=layer)
     vllm_sampler.sample = runners._sample_v2(vllm_sampler, perturbation)
-    changed_tokens = np.full(4, runners._ALL) if changed_tokens is None else changed_tokens
-    runner.sample = runners._leave_logits_to_graph(runner, perturbation, layer, changed_tokens)
+    logits_changed_until = np.full(4, runners._TO_THE_END) if logits_changed_until is None else logits_changed_until
+    runner.sample = runners._leave_logits_to_graph(runner, perturbation, layer, logits_changed_until)
     slots = np.array([0, 1, 2])
     rows = torch.arange(ROWS)
     batch = SimpleNamespace(
@@ -262,7 +262,7 @@ def test_the_parameters_of_a_batch_are_read_again_when_it_changes(monkeypatch: p
     perturber = Perturber()
     checked: list[int] = []
 
-    def unchanged(sampler: Any, slots: Any, has_min_tokens: Any) -> bool:
+    def unchanged(sampler: Any, slots: Any, is_past_changes: Any) -> bool:
         checked.append(perturber.composition)
         return perturber.composition != 2
 
@@ -278,8 +278,8 @@ def test_the_parameters_of_a_batch_are_read_again_when_it_changes(monkeypatch: p
 def test_the_step_after_the_last_min_tokens_is_drawn_from_hidden_states(monkeypatch: pytest.MonkeyPatch) -> None:
     """Row 1 has two min_tokens; the batch stays the same."""
     perturber = Perturber()
-    changed_tokens = np.array([0, 2, 0, runners._ALL])
-    step = step_of_vllm(monkeypatch, perturber, changed_tokens=changed_tokens, processed=[1])
+    logits_changed_until = np.array([0, 2, 0, runners._TO_THE_END])
+    step = step_of_vllm(monkeypatch, perturber, logits_changed_until=logits_changed_until, processed=[1])
     for drawn in (0, 1, 2, 3):
         perturber.drawn_tokens = np.array([drawn] * ROWS)
         step()
