@@ -234,7 +234,7 @@ def test_every_path_that_another_node_opens_is_asked_for(tmp_path: Path, monkeyp
         (tmp_path / name).mkdir()
         words += [name, f"{tmp_path / name},https://judge.example/score,owner/name"]
     (tmp_path / "runs").mkdir()
-    found = launch.opened(Flags([*words, "--ds.attn_implementation", "sdpa"]), "runs")
+    found = launch.local_paths(Flags([*words, "--ds.attn_implementation", "sdpa"]), "runs")
     assert found == {**{str(tmp_path / name): name for name in takes_paths}, "runs": "--run-dir"}
 
 
