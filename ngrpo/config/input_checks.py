@@ -15,6 +15,7 @@ from ngrpo.config.feature_kinds import MODEL
 from ngrpo.config.run import RunConfig
 from ngrpo.machine.models import architecture, context, conversation, packaged
 from ngrpo.machine.models.conversation import TOOLS, ValueKind
+from ngrpo.machine.models.weight_files import weight_files
 from ngrpo.machine.storage.datafiles import ENDINGS, is_saved_dataset, label_of, read_rows
 from ngrpo.machine.storage.result_folder import read_json
 from ngrpo.machine.upstream.openrlhf_flags import DATASETS, Flags
@@ -313,7 +314,7 @@ def _check_second_round(flags: Flags, run: RunConfig) -> None:
     if run.second_round is None or folder is None:
         return
     try:
-        tokenizer = _tokenizer(folder)
+        tokenizer = tokenizer_in(folder)
         texts = {place: _rendered(tokenizer, example, flags) for place, example in longest_examples(flags)}
     except Exception:  # of any tokenizer or file: `check_template` and `check_files` report those
         return
@@ -362,11 +363,11 @@ def check_folder(flags: Flags, run: RunConfig) -> str | None:
     folder = Path(name).expanduser()
     if not folder.is_dir():
         return None
-    weights = _weight_files(folder, model=name)
+    weights = weight_files(folder, subject=f"model {name}")
     missing = []
     if not weights:
         missing.append("weights (*.safetensors)")
-    if not any(any(folder.glob(pattern)) for pattern in _TOKENIZERS):
+    if not has_tokenizer(folder):
         missing.append("tokenizer")
     if not missing:
         return None
@@ -403,23 +404,6 @@ def _check_context(model: str, config: Mapping[str, Any], longest: int) -> None:
         )
 
 
-def _weight_files(folder: Path, *, model: str) -> list[Path]:
-    """The files of weights that transformers and vLLM would load; raises ``UsageError`` for a missing or empty one."""
-    ending = "safetensors" if any(folder.glob("*.safetensors*")) else "bin"
-    files = [file for file in folder.glob(f"*.{ending}") if file.exists()]
-    present = {file.name for file in files}
-    for index in folder.glob(f"*.{ending}.index.json"):
-        weight_map = (read_json(index) or {}).get("weight_map", {})
-        absent = sorted(set(weight_map.values()) - present)
-        if absent:
-            raise UsageError(f"model {model}: {index.name} names {absent[0]}, which is missing. Download it again.")
-    for file in files:
-        with file.open("rb") as opened:
-            if opened.read(16) in (b"", b"version https://"):  # a pointer of Git LFS begins so
-                raise UsageError(f"model {model}: {file.name} holds no weights. Download it again, with Git LFS.")
-    return files
-
-
 def check_template(flags: Flags, run: RunConfig) -> str | None:
     """Raises ``UsageError`` where a local tokenizer cannot render the prompts; returns why it could not look, or None.
 
@@ -437,7 +421,7 @@ def check_template(flags: Flags, run: RunConfig) -> str | None:
             " out and give prompts as texts."
         )
     try:
-        tokenizer = _tokenizer(folder)
+        tokenizer = tokenizer_in(folder)
         conversation.rendered(tokenizer, "x")
     except Exception as error:  # of any library or template: the run loads it again
         return f"not checked: the tokenizer in {folder} could not be used ({error})."
@@ -479,7 +463,7 @@ def cut_notes(flags: Flags) -> Iterator[str]:
             # A token has at least a byte, so a shorter text fits without being tokenized.
             if not example.tools and len(str(example.prompt).encode()) <= room:
                 continue
-            tokenizer = _tokenizer(folder)
+            tokenizer = tokenizer_in(folder)
             text = _rendered(tokenizer, example, flags)
             tokens = conversation.count_tokens(tokenizer, text)
             if tokens > room:
@@ -502,6 +486,12 @@ def _tokenizer_folder(flags: Flags) -> Path | None:
     return folder if (folder / "tokenizer_config.json").is_file() else None
 
 
-@lru_cache(maxsize=1)
-def _tokenizer(folder: Path) -> Any:
+def has_tokenizer(folder: Path) -> bool:
+    """Whether a folder has files of a tokenizer."""
+    return any(any(folder.glob(pattern)) for pattern in _TOKENIZERS)
+
+
+@lru_cache(maxsize=3)  # of the policy, the reward model and the critic
+def tokenizer_in(folder: Path) -> Any:
+    """The tokenizer in a folder, without code of its own."""
     return packaged.load_tokenizer(str(folder), trust_remote_code=False)

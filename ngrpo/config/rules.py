@@ -7,7 +7,16 @@ from functools import partial
 from typing import Literal
 
 from ngrpo import patches
-from ngrpo.config import batch_checks, compatibility, complete_run, datasources, flag_checks, input_checks, stretches
+from ngrpo.config import (
+    batch_checks,
+    compatibility,
+    complete_run,
+    datasources,
+    flag_checks,
+    input_checks,
+    reward_and_critic,
+    stretches,
+)
 from ngrpo.config.complete_run import CompleteRun
 from ngrpo.config.feature_kinds import ESTIMATOR, MODEL, Combination
 from ngrpo.config.run import RunConfig
@@ -190,6 +199,7 @@ RULES = (
         "the model's files and context",
         lambda complete: input_checks.check_folder(complete.flags, complete.run),
     ),
+    Rule("model", "reward model and critic", reward_and_critic.check),
     Rule(
         "model",
         "the prompts can be rendered",

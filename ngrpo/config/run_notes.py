@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from math import ceil
 
-from ngrpo.config import batch_checks, flag_checks, idle_flags, input_checks, stretches
+from ngrpo.config import batch_checks, flag_checks, idle_flags, input_checks, reward_and_critic, stretches
 from ngrpo.config.complete_run import CompleteRun
 from ngrpo.config.feature_kinds import ASYNC, CORRECTION, ESTIMATOR
 from ngrpo.config.run import GROUP_BASELINES, RunConfig
@@ -220,6 +220,7 @@ NOTES: tuple[Callable[[CompleteRun], Iterable[str]], ...] = (
     stretches.notes,
     lambda complete: input_checks.template_notes(complete.flags),
     lambda complete: input_checks.cut_notes(complete.flags),
+    reward_and_critic.notes,
     lambda complete: gpu_notes.notes(complete.args, complete.machine),
     lambda complete: complete.run.profile.notes(complete.flags),
 )
