@@ -192,10 +192,20 @@ def _has_late_reward(combination: Combination) -> bool:
     return not flags.value("--reward.remote_url") and not combination.run.task
 
 
+def _shown_reward_model(combination: Combination) -> str:
+    """The reward model that scores the responses: OpenRLHF loads none beside a file, a server or an agent."""
+    flags = combination.flags
+    name = flags.value("--reward.model_name_or_path")
+    if not name or flags.has("--reward.remote_url", "--train.agent_func_path"):
+        return ""
+    return f"--reward.model_name_or_path {name}"
+
+
 CRITIC = when(f"{ESTIMATOR} gae", lambda combination: combination.value(ESTIMATOR) == "gae")
 NO_CRITIC = other_than(ESTIMATOR, "gae")
 ONE_ANSWER = when(f"{SIZES[1]} 1", lambda combination: combination.value(SIZES[1]) == "1")
 LATE_REWARD = when("a reward model", _has_late_reward)
+REWARD_MODEL = Feature("--reward.model_name_or_path", _shown_reward_model)
 EVAL_AT_START = when("--eval.at_start", lambda combination: combination.run.eval_at_start)
 REPRODUCIBLE = when("--reproducible", lambda combination: combination.run.reproducible)
 

@@ -71,4 +71,30 @@ OPENRLHF = (
         why="an asynchronous run evaluates during training",
         fix="run `ngrpo eval` before it",
     ),
+    Row(
+        what=flag("--eval.dataset"),
+        conflicts_with=features.REWARD_MODEL,
+        why="OpenRLHF evaluates by a function, a server or an agent alone",
+        fix="leave the dataset out and run `ngrpo eval` on the trained model, or serve the reward model (python -m"
+        " openrlhf.cli.serve_rm) and give --reward.remote_url http://HOST:PORT/get_reward",
+    ),
+    Row(
+        what=flag("--algo.dynamic_filtering_enable"),
+        conflicts_with=features.REWARD_MODEL,
+        why="groups are filtered by scores as they are drawn, and a reward model scores them later",
+        fix="leave the filter out, or serve the reward model (python -m openrlhf.cli.serve_rm) and give"
+        " --reward.remote_url http://HOST:PORT/get_reward",
+    ),
+    Row(
+        what=flag("--algo.dynamic_filtering_enable"),
+        conflicts_with=features.ONE_ANSWER,
+        why="it compares the responses to a prompt",
+        fix="give --rollout.n_samples_per_prompt 2 or more",
+    ),
+    Row(
+        what=flag("--data.max_images_per_prompt", off="0"),
+        conflicts_with=features.CRITIC,
+        why="OpenRLHF gives a critic no pictures",
+        fix="give --algo.advantage.estimator group_norm, rloo or reinforce_baseline",
+    ),
 )
