@@ -131,7 +131,8 @@ def _check_python(flag: str, path: str, needed: str) -> ast.AST | None:
         source = Path(path).read_bytes()
         tree = ast.parse(source)
     except OSError as error:
-        raise UsageError(f"{subject}: cannot be read ({error.strerror}). Give an existing Python file.") from None
+        near = "" if Path(path).exists() else nearest(Path(path).name, [p.name for p in Path(path).parent.glob("*.py")])
+        raise UsageError(f"{subject}: cannot be read ({error.strerror}).{near} Give an existing Python file.") from None
     except (SyntaxError, ValueError, RecursionError) as error:
         where = f"line {error.lineno}: {error.msg}" if isinstance(error, SyntaxError) else str(error)
         raise UsageError(f"{subject}: is not Python ({where}). Correct it.") from None
@@ -147,6 +148,11 @@ def _check_python(flag: str, path: str, needed: str) -> ast.AST | None:
         return node if is_ours else None  # all rewards of ours read labels
     if not isinstance(node, Definition) or node.decorator_list:
         return None
+    if needed == _REWARD_FUNC and isinstance(node, ast.AsyncFunctionDef):
+        raise UsageError(
+            f"{subject}: line {node.lineno}: {name} is async, and OpenRLHF does not await what it returns. Write it"
+            f" without async: def {needed}."
+        )
     if needed == _REWARD_FUNC and not _takes_three(node):
         raise UsageError(
             f"{subject}: line {node.lineno}: OpenRLHF calls {name} with three lists and uses what it returns. Write:"

@@ -178,6 +178,12 @@ def test_reward_files_that_cannot_be_used(tmp_path: Path, text: str | None, mess
         check_rewards("--reward.remote_url", file)
 
 
+def test_a_misspelt_reward_file_has_a_suggestion(tmp_path: Path) -> None:
+    (tmp_path / "reward.py").touch()
+    with pytest.raises(UsageError, match=r"No such file.*Did you mean 'reward\.py'\? Give an existing"):
+        check_rewards("--reward.remote_url", tmp_path / "rewards.py")
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
