@@ -150,6 +150,7 @@ def check_head(folder: Path, flags: Flags, *, subject: str) -> None:
 def no_head(head: str, shapes: Mapping[str, tuple[int, ...] | None], *, in_config: bool) -> str:
     """That a reward model has no head of this name, with what may be meant among its tensors, and the fix.
 
+    shapes: of its tensors, by their names; empty where they are not known.
     in_config: whether the name is of the model's config.json, which OpenRLHF prefers to its flag.
     """
     source = "value_head_prefix of its config.json" if in_config else f"{HEAD} {head}"
@@ -167,10 +168,8 @@ def no_head(head: str, shapes: Mapping[str, tuple[int, ...] | None], *, in_confi
             f"{problem} What is like one: {', '.join(sorted(alike))}. OpenRLHF reads one matrix without a dot in its"
             f" name: save it as {head}.weight."
         )
-    return (
-        f"{problem} It has no head of another name either. Give a reward model, such as openrlhf.cli.train_rm saves;"
-        " a plain language model is none."
-    )
+    other = " It has no head of another name either." if shapes else ""
+    return f"{problem}{other} Give a reward model, such as openrlhf.cli.train_rm saves; a plain language model is none."
 
 
 def _is_like_a_head(name: str, shape: tuple[int, ...] | None) -> bool:

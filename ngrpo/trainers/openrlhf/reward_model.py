@@ -8,6 +8,7 @@ from typing import Any
 from ngrpo.config import reward_and_critic
 from ngrpo.config.reward_and_critic import REWARD
 from ngrpo.config.run import current_run
+from ngrpo.machine.models.weight_files import tensor_shapes
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.machine.upstream.patch import around
 from perturbations.errors import UsageError
@@ -33,18 +34,20 @@ def check_loaded(name: str, model: Any, loading: dict[str, Any]) -> None:
 
     A start has checked the tokens of a model in a folder (`ngrpo/config/reward_and_critic.py`).
     """
+    local = reward_and_critic.find_local(REWARD, name)
     missing = sorted(loading["missing_keys"])
     head = model.value_head_prefix
     if f"{head}.weight" in missing:
+        # Under ZeRO-3 transformers does not say which tensors it left out.
         surplus = dict.fromkeys(loading["unexpected_keys"])
+        shapes = surplus if local is None else tensor_shapes(local.folder) or surplus
         in_config = hasattr(model.config, "value_head_prefix")
-        raise UsageError(f"{REWARD} {name}: {reward_and_critic.no_head(head, surplus, in_config=in_config)}")
+        raise UsageError(f"{REWARD} {name}: {reward_and_critic.no_head(head, shapes, in_config=in_config)}")
     if missing:
         raise UsageError(
             f"{REWARD} {name}: its files lack {len(missing)} of its weights, such as {missing[0]}, and transformers"
             " has initialised them at random. Give a whole reward model."
         )
-    local = None if Path(name).expanduser().is_dir() else reward_and_critic.find_local(REWARD, name)
-    if local is not None:
+    if local is not None and not Path(name).expanduser().is_dir():
         run = current_run()
         reward_and_critic.check_tokens(local, Flags(run.openrlhf), run)

@@ -4,6 +4,7 @@
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,11 +12,13 @@ import torch
 
 from ngrpo import patches
 from ngrpo.config import reward_and_critic
+from ngrpo.config.reward_and_critic import REWARD
 from ngrpo.config.run import begin
 from ngrpo.machine.upstream.openrlhf_flags import Flags
+from ngrpo.trainers.openrlhf import reward_model
 from perturbations.errors import UsageError
 from tests.support.own_process import RESULT, result_of
-from tests.support.run import run_of
+from tests.support.run import run_of, run_with
 
 
 def test_a_head_that_was_made_at_random_ends_the_run(tmp_path: Path) -> None:
@@ -28,6 +31,20 @@ def test_a_head_that_was_made_at_random_ends_the_run(tmp_path: Path) -> None:
         assert f"{name}: its files have no tensor score.weight (--ds.value_head_prefix score)" in result[name]
     assert "It has v_head.weight" in result["other name"]
     assert "its files lack 1 of its weights, such as model.norm.weight" in result["part"]
+
+
+def test_a_model_of_the_hub_is_compared_once_it_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The start could not; a model in a folder it has compared."""
+    compared: list[str] = []
+    local = reward_and_critic.Local(REWARD, "owner/judge", Path())
+    monkeypatch.setattr(reward_and_critic, "find_local", lambda flag, name: local)
+    monkeypatch.setattr(reward_and_critic, "check_tokens", lambda local, flags, run: compared.append(local.name))
+    run_with(monkeypatch)
+    model = SimpleNamespace(value_head_prefix="score", config=SimpleNamespace())
+    loading: dict[str, set[str]] = {"missing_keys": set(), "unexpected_keys": set()}
+    reward_model.check_loaded("owner/judge", model, loading)
+    reward_model.check_loaded(".", model, loading)
+    assert compared == ["owner/judge"]
 
 
 def main(folder: Path) -> None:
