@@ -21,6 +21,7 @@ _OPENRLHF = "openrlhf 0.11.2"
 _ACTOR = "openrlhf.trainer.ray.ppo_actor"
 _LAUNCHER = "openrlhf.trainer.ray.launcher"
 _ENGINE = "openrlhf.trainer.ray.vllm_engine"
+_ASYNC = "openrlhf.trainer.ppo_trainer_async"
 _SAMPLES = "openrlhf.trainer.ppo_utils.samples_generator"
 _EXPERIENCE = "openrlhf.trainer.ppo_utils.experience_maker"
 _MODEL = "openrlhf.models.actor"
@@ -141,13 +142,14 @@ OPENRLHF: tuple[Patch, ...] = (
     _row("openrlhf.trainer.ppo_trainer", "PPOTrainer", f"{_TRAINERS}.trainer:trainer", TRAINING, "sha:74b355e75a15",
         "Our trainer adds measures to the step's log and states to the checkpoint, and sets the noise and temperature"
         " of each step."),
-    _row("openrlhf.trainer.ppo_trainer_async", "TrainingActor", f"{_TRAINERS}.trainer:trainer", TRAINING,
-        "sha:ad079d89d655",
-        "The asynchronous trainer does the same as ours."),
-    _row("openrlhf.trainer.ppo_trainer_async", "GenerateSamplesActor", f"{_TRAINERS}.trainer:generate_samples_actor",
-        TRAINING, "sha:330319997ada",
+    _row(_ASYNC, "TrainingActor", f"{_TRAINERS}.async_trainer:training_actor", TRAINING, "sha:ad079d89d655",
+        "The asynchronous trainer does the same as ours, leaves out rollouts that are too old, and evaluates."),
+    _row(_ASYNC, "GenerateSamplesActor", f"{_TRAINERS}.async_trainer:generate_samples_actor", TRAINING,
+        "sha:330319997ada",
         "In an asynchronous run the trainer gets the number of steps, and a checkpoint the round, from the sampling"
-        " actor."),
+        " actor. OpenRLHF's evaluates itself, never the last steps."),
+    _row(_ASYNC, "PPOTrainerAsync", f"{_TRAINERS}.async_trainer:async_trainer", TRAINING, "sha:401419040f91",
+        "The trainer gets from the sampling actor what it needs to evaluate."),
     _row("openrlhf.trainer.ppo_trainer", "prepare_datasets", f"{_TRAINERS}.trainer:prepare_datasets", "reproducible",
         "(strategy, tokenizer)", "With --reproducible the order of the prompts follows the seed."),
     _row("openrlhf.trainer.ppo_trainer", "blending_datasets", f"{_TRAINERS}.prompt_rows:blending_datasets", TRAINING,
@@ -207,6 +209,10 @@ OPENRLHF: tuple[Patch, ...] = (
     # ---- relied upon, not replaced ----------------------------------------------------------------
     _row("openrlhf.datasets.utils", "blending_datasets", None, TRAINING, "sha:3a7604eb8f88",
         "Our reader follows how it reads names of datasets, and in which order it joins or draws from several."),
+    _row(_ASYNC, "VLLMLock", None, TRAINING, "sha:b95090e0aed7",
+        "Rollouts and evaluations of an asynchronous run exclude each other by such a lock."),
+    _row("openrlhf.trainer.ppo_trainer", "compute_eval_metrics", None, TRAINING, "sha:6bacef13e26a",
+        "An asynchronous run's evaluation calls it with what OpenRLHF gives it."),
     _row("openrlhf.trainer.ppo_trainer", "prepare_datasets", None, TRAINING, "sha:55832fcd023e",
         "It uses the length and the method select of what our blending_datasets returns."),
     _row("openrlhf.datasets.prompts_dataset", "PromptDataset", None, TRAINING, "sha:c67a76171e1f",

@@ -79,12 +79,12 @@ class FreshRollouts(RolloutQueue):
     ) -> None:
         """
         Args:
-            queue: of rollouts, of evaluations, and of the word ``done`` at the end.
+            queue: of rollouts, and of the word ``done`` at the end.
             slots: the queue of tokens, one for each batch that the generator may draw ahead.
             max_staleness: the greatest age of a response that is trained, in weight syncs.
             batch: responses of a step.
             trainer_version: the number of syncs that the trainer has made.
-            step: the trainer's next step, which a token carries to the generator for its evaluations.
+            step: the trainer's next step, which OpenRLHF's tokens carry.
         """
         self._queue = queue
         self._slots = slots
@@ -106,7 +106,7 @@ class FreshRollouts(RolloutQueue):
                     " --sampling.max_staleness left out they fill no batch.",
                     flush=True,
                 )
-            if entry == "done" or entry[0] == "eval":
+            if entry == "done":
                 return entry
             samples, states, filter_pass_rate, seconds = entry
             generation_seconds += seconds

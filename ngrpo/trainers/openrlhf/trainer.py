@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""OpenRLHF's ``PPOTrainer``, the loop over steps, and its two halves where training is asynchronous."""
+"""OpenRLHF's ``PPOTrainer``, the loop over steps. Its halves where training is asynchronous: async_trainer.py."""
 
 import argparse
 import json
@@ -18,29 +18,28 @@ from ngrpo.machine.upstream.patch import around
 from ngrpo.machine.upstream.types import DeepspeedStrategy, Experience, PreTrainedTokenizerBase, Upstream
 from ngrpo.methods.sampling_schedules.base import PastStep, Run, SamplingSchedule
 from ngrpo.trainers.openrlhf.actor_trainer import MEAN_METRICS
-from ngrpo.trainers.openrlhf.fresh_rollouts import FreshRollouts
 from ngrpo.trainers.openrlhf.model_actors import SyncNoise
 from perturbations.errors import UsageError, require
 
 _STATE = "ngrpo"
 """Our part of the states in a checkpoint of OpenRLHF."""
-_ROUND = "ngrpo_round"
-"""Our entry for the rollout round in the state of an asynchronous run's dataloader."""
-_LENGTH = "ngrpo_length"
-"""Our entry for the loader's length there."""
+LENGTH = "ngrpo_length"
+"""Our entry for the loader's length in the state of an asynchronous run's dataloader."""
 
 
 def trainer(plain: type) -> type:
-    """The subclass of `PPOTrainer`, and where training is asynchronous of `TrainingActor`.
+    """The subclass of `PPOTrainer`.
 
-    It is not of their base `BasePPOTrainer`, since ``@ray.remote`` copies inherited methods into the class it
+    It is not of the base `BasePPOTrainer`, since ``@ray.remote`` copies inherited methods into the class it
     decorates.
     """
     return type(plain.__name__, (PerturbedTrainer, plain), {})
 
 
 class PerturbedTrainer(Upstream):
-    """What goes in front of `PPOTrainer` and of `TrainingActor`; a run without a feature skips its line.
+    """What goes in front of `PPOTrainer`, and under `AsyncTrainer` of `TrainingActor`.
+
+    A run without a feature skips its line.
 
     Attributes:
         next_rollout_step: the training step that trains the next rollouts, from 0.
@@ -73,20 +72,6 @@ class PerturbedTrainer(Upstream):
             }
             self.evaluate(0, **{**self.generate_kwargs, **sampling})
         return states
-
-    def fit(self, *args: object, **kwargs: object) -> None:
-        max_staleness = current_run().sampling.max_staleness
-        if max_staleness is not None:  # which asynchronous runs alone may have
-            rollout = self.args.rollout
-            self.rollout_queue = FreshRollouts(
-                self.rollout_queue,
-                self.rollout_slots,
-                max_staleness=max_staleness,
-                batch=rollout.batch_size * rollout.n_samples_per_prompt,
-                trainer_version=lambda: self.weight_version,
-                step=lambda: self.next_rollout_step,
-            )
-        super().fit(*args, **kwargs)
 
     def restore(self, ours: Mapping[str, Any]) -> None:
         """Goes on with our part of a checkpoint's states."""
@@ -186,40 +171,13 @@ class PerturbedTrainer(Upstream):
     def report_step(self, step: int, status: Mapping[str, Any], loader_state: Mapping[str, Any]) -> None:
         """Prints a line on a step, and adds one to the file that `ngrpo compare` follows."""
         # In an asynchronous run the generator has the loader, and its length comes with the state.
-        length = loader_state.get(_LENGTH) or len(self.prompts_dataloader)
+        length = loader_state.get(LENGTH) or len(self.prompts_dataloader)
         reward = status["rollout/reward_mean"]
         seconds = status["timing/step_total"]
         print(f"ngrpo: step {step}: reward {reward:.3f}, {seconds:.0f} s", flush=True)
         line = {"step": step, "steps": steps_of_run(self.args, length), "reward": reward, "seconds": seconds}
         with suppress(OSError), open(f"{current_run().run_dir}/{PROGRESS}", "a") as file:
             file.write(json.dumps(line) + "\n")
-
-
-def generate_samples_actor(plain: type) -> type:
-    """The subclass of `GenerateSamplesActor`, which generates where training is asynchronous."""
-    return type(plain.__name__, (ResumingGenerator, plain), {})
-
-
-class ResumingGenerator(Upstream):
-    """What goes in front of `GenerateSamplesActor`: its round, and its dataloader's length, join the loader's state."""
-
-    def __init__(self, *args: object, **kwargs: object) -> None:
-        super().__init__(*args, **kwargs)
-        loader = self.prompts_dataloader
-        generator = self.samples_generator
-        length = len(loader)
-        state_of_loader = loader.state_dict
-
-        def state_dict() -> dict[str, Any]:
-            # OpenRLHF's own generator, in a run that draws as it does, counts no rounds.
-            round_number = getattr(generator, "rollout_round", 0)
-            return {**state_of_loader(), _ROUND: round_number, _LENGTH: length}
-
-        loader.state_dict = state_dict
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.samples_generator.rollout_round = state_dict.get(_ROUND, 0)
-        super().load_state_dict({key: state_dict[key] for key in state_dict if key not in (_ROUND, _LENGTH)})
 
 
 @around

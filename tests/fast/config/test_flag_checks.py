@@ -137,7 +137,9 @@ class TestUnreadData:
     def flags(words: str) -> Flags:
         return Flags(f"{SIZES} --eval.dataset a.jsonl --data.prompt_dataset a.jsonl {words}".split())
 
-    @pytest.mark.parametrize(("words", "last_step"), [("", 8), ("--train.num_episodes 2", 16)])
+    @pytest.mark.parametrize(
+        ("words", "last_step"), [("", 8), ("--train.num_episodes 2", 16), ("--train.async_enable", 8)]
+    )
     def test_an_evaluation_after_the_last_step_is_said(self, words: str, last_step: int) -> None:
         (note,) = batch_checks.evaluation_notes(self.flags(f"{words} --eval.steps {last_step + 1}"))
         assert note.startswith(f"--eval.steps {last_step + 1}: the run ends with step {last_step}, so no step")

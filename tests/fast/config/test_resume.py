@@ -12,8 +12,8 @@ from ngrpo import patches
 from ngrpo.config import flag_checks
 from ngrpo.config.run import current_run
 from ngrpo.machine.upstream.openrlhf_flags import Flags
+from ngrpo.trainers.openrlhf.async_trainer import generate_samples_actor, training_actor
 from ngrpo.trainers.openrlhf.step_advantages import Visits
-from ngrpo.trainers.openrlhf.trainer import generate_samples_actor
 from ngrpo.trainers.openrlhf.trainer import trainer as our_trainer
 from perturbations.errors import UsageError
 from tests.support.openrlhf_doubles import LOGGED, makers_state
@@ -113,8 +113,8 @@ def test_an_asynchronous_run_without_any_method_counts_its_steps(
     """Its trainer has no dataloader, and OpenRLHF's own generator counts no rounds."""
     run_with(monkeypatch, openrlhf=("--train.async_enable",), run_dir=str(tmp_path), hardware="cpu")
     replaced = {row.attribute: row.ours for row in patches.active(current_run().training_conditions)}
-    assert replaced["TrainingActor"] == "ngrpo.trainers.openrlhf.trainer:trainer"
-    assert replaced["GenerateSamplesActor"] == "ngrpo.trainers.openrlhf.trainer:generate_samples_actor"
+    assert replaced["TrainingActor"] == "ngrpo.trainers.openrlhf.async_trainer:training_actor"
+    assert replaced["GenerateSamplesActor"] == "ngrpo.trainers.openrlhf.async_trainer:generate_samples_actor"
 
     class Loader(list[int]):
         def state_dict(self) -> dict[str, Any]:
@@ -134,7 +134,7 @@ def test_an_asynchronous_run_without_any_method_counts_its_steps(
         def save_logs_and_checkpoints(self, *_: Any) -> None: ...
 
     state = generate_samples_actor(GenerateSamplesActor)().prompts_dataloader.state_dict()
-    our_trainer(TrainingActor)().save_logs_and_checkpoints(1, LOGGED, {"data_loader_state_dict": state})
+    training_actor(TrainingActor)().save_logs_and_checkpoints(1, LOGGED, {"data_loader_state_dict": state})
     assert capsys.readouterr().out == "ngrpo: step 1: reward 0.500, 1 s\n"
 
 

@@ -13,9 +13,9 @@ import torch
 from ngrpo.config import run_notes
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.trainers.openrlhf import experience_maker
+from ngrpo.trainers.openrlhf.async_trainer import training_actor
 from ngrpo.trainers.openrlhf.fresh_rollouts import VERSION, FreshRollouts, take_versions, with_version
 from ngrpo.trainers.openrlhf.rollout_actor import rollout_actor
-from ngrpo.trainers.openrlhf.trainer import trainer
 from tests.support import openrlhf_doubles
 from tests.support.run import check_flags, run_of, run_with
 
@@ -244,13 +244,11 @@ def test_the_age_of_a_group_that_waits_is_checked_again() -> None:
     assert case.fresh.take_left_out() == 4
 
 
-def test_evaluations_pass_and_the_end_names_what_is_not_trained(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_end_names_what_is_not_trained(capsys: pytest.CaptureFixture[str]) -> None:
     case = FreshCase(max_staleness=0)
     case.version = 1
     case.queue.append(([*samples("ab", 1), *samples("cd", 0)], {}, None, 1.0))
-    evaluation = ("eval", 3, {"eval_pass1": 0.5})
-    case.queue.extend([evaluation, "done"])
-    assert case.fresh.get(block=True) == evaluation
+    case.queue.append("done")
     assert case.taken() == "done"
     assert "the last 2 responses are not trained" in capsys.readouterr().out
 
@@ -293,7 +291,7 @@ def test_the_trainer_leaves_out_what_is_older_than_its_own_syncs(monkeypatch: py
         queue.append((samples(names, version), {}, None, 1.0))
     queue.append("done")
     slots = Queue()
-    made = trainer(AsyncTrainer)(queue, slots)
+    made = training_actor(AsyncTrainer)(queue, slots)
     made.fit(0)
     assert made.trained == [("abcd", 0), ("efgh", 1), ("mnop", 2)]
     assert [status["staleness/left_out"] for status in made.statuses] == [0.0, 0.0, 4.0]
