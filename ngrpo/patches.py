@@ -159,10 +159,10 @@ OPENRLHF: tuple[Patch, ...] = (
     _row("openrlhf.datasets.prompts_dataset", "preprocess_data", f"{_TRAINERS}.trainer:preprocess_data",
         "chat_template", "sha:1a21ceede6e1",
         "One function renders conversations, tools and template arguments, in training and in evaluation."),
-    _row(_SAMPLES, "SamplesGenerator", f"{_TRAINERS}.samples_generator:samples_generator",
-        f"{_DRAWN} or sampling or second_round", "sha:11458b2545a7",
+    _row(_SAMPLES, "SamplesGenerator", f"{_TRAINERS}.samples_generator:samples_generator", TRAINING,
+        "sha:11458b2545a7",
         "Requests carry the round, the filters of sampling and the temperature, and a batch reaches idle engines as a"
-        " whole."),
+        " whole. Scores beyond the scale of dynamic filtering are said."),
     _row(_ENGINE, "RolloutRayActor", f"{_TRAINERS}.rollout_actor:rollout_actor", TRAINING, "sha:6bda23ee4983",
         "Ours checks rewards, gives the engine the spec, requests their seeds and responses their records, and can load"
         " weights from a file."),

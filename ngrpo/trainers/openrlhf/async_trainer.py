@@ -155,9 +155,7 @@ class AsyncGenerator(Upstream):
         state_of_loader = loader.state_dict
 
         def state_dict() -> dict[str, Any]:
-            # OpenRLHF's own generator, in a run that draws as it does, counts no rounds.
-            round_number = getattr(generator, "rollout_round", 0)
-            return {**state_of_loader(), _ROUND: round_number, LENGTH: length}
+            return {**state_of_loader(), _ROUND: generator.rollout_round, LENGTH: length}
 
         loader.state_dict = state_dict
 
