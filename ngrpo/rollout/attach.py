@@ -87,7 +87,7 @@ class AttachedPerturbation:
         self.schedule = read_schedule(additional_config)
         self._routed = RoutedExperts(runner) if additional_config.get(ROUTED_EXPERTS) else None
         self.output_layer = output_layer_of(runner, self._vocabulary) if self._graphs else None
-        self.replace(perturbation)
+        self._install(perturbation, previous=None)
         if self._graphs:
             with torch.inference_mode():
                 self.perturber.rehearse(self._example_logits(runner.max_num_reqs))
@@ -116,13 +116,20 @@ class AttachedPerturbation:
         Raises ``UsageError`` while requests run, while the engine sleeps, and where the perturbation does not fit the
         model.
         """
-        runner = self._runner
-        running = self.requests.running if hasattr(self, "requests") else 0
+        running = self.requests.running
         if running:
             raise UsageError(
                 f"the perturbation cannot be replaced while {running} requests are running: wait for them."
             )
         self._check_awake("the perturbation cannot be replaced")
+        self._install(perturbation, previous=self.perturber)
+
+    def _install(self, perturbation: Perturbation, previous: RolloutPerturber | None) -> None:
+        """Makes everything that belongs to one perturbation; ``UsageError`` where it does not fit the model.
+
+        ``previous``: the perturber whose place is taken. It stays as it is where the perturbation does not fit.
+        """
+        runner = self._runner
         perturbation.check_model(self._vocabulary)
         store = TrajectoryStore(
             # On a GPU a request keeps its slot for a step or two after its end, when as many new ones may have begun.
@@ -141,21 +148,31 @@ class AttachedPerturbation:
             self._hooks = _follow_output_layer(runner.get_model(), lambda hidden: self.perturber.keep_hidden(hidden))
         self.perturbation = perturbation
         self.module = module
-        config = runner.vllm_config.additional_config
+        if self._routed is not None:
+            self._routed.restart(store)
+        if previous is not None:
+            previous.close()
+        self.perturber = self._new_perturber(perturbation, store, gate, module)
+        self._buffer.drop(self._buffer.names())
+        rank = runner.vllm_config.parallel_config.data_parallel_index
+        self.requests = RunningRequests(perturbation, store, self.perturber, self._buffer, rank)
+        self.prepare()
+
+    def _new_perturber(
+        self, perturbation: Perturbation, store: TrajectoryStore, gate: BoundGate, module: nn.Module | None
+    ) -> RolloutPerturber:
+        """The perturber of this worker, with what the engine's settings have it record."""
+        config = self._runner.vllm_config.additional_config
         masks = None
         if config.get(SAMPLING_MASKS):
             masks = SamplingMaskStore(self._vocabulary, store.slots, read_mask_limit(config))
-        if self._routed is not None:
-            self._routed.restart(store)
-        if hasattr(self, "perturber"):
-            self.perturber.close()
-        self.perturber = RolloutPerturber(
+        return RolloutPerturber(
             perturbation,
             store,
             gate,
             self.embeddings,
             self._override,
-            runner.device,
+            self._runner.device,
             module=module,
             masks=masks,
             full_log_probs=config.get(FULL_LOG_PROBS, False),
@@ -164,10 +181,6 @@ class AttachedPerturbation:
             graphs=self._graphs,
             output=self.output_layer,
         )
-        self._buffer.drop(self._buffer.names())
-        rank = runner.vllm_config.parallel_config.data_parallel_index
-        self.requests = RunningRequests(perturbation, store, self.perturber, self._buffer, rank)
-        self.prepare()
 
     def _load_module(self, perturbation: Perturbation) -> nn.Module | None:
         """The module of a perturbation with the parameters that are saved next to the model; None for no module."""

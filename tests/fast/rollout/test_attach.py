@@ -83,6 +83,7 @@ def test_a_perturbation_that_cannot_load_leaves_the_old_one(tmp_path: Path) -> N
     attached._vocabulary = 64
     attached._hidden = 4
     attached._tokenizer = SimpleNamespace(token_bytes=[b"a"] * 64)
+    attached.perturber = SimpleNamespace(close=lambda: pytest.fail("the perturber is closed"))
     attached.module = nn.Linear(1, 1)
     attached._hooks = [SimpleNamespace(remove=lambda: pytest.fail("a hook is gone"))]
     before = dict(vars(attached))
