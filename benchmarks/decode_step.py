@@ -107,7 +107,7 @@ def host_microseconds(
         # The records that a replay would write at this rate. Their flags: 1 for a row that is fed, 2 for tokens that
         # agree.
         fed = torch.from_numpy(np.random.default_rng(0).random(batch) < perturbation.rate)
-        decoding.perturber._graphs._words[:batch, 0] = torch.where(fed, 3, 0)
+        decoding.perturber._graphs._record.words[:batch, 0] = torch.where(fed, 3, 0)
         for _ in range(2 * STEPS_AT_ONCE):
             decoding.step()
         for _ in range(steps // STEPS_AT_ONCE):

@@ -151,6 +151,20 @@ class GraphKind(NamedTuple):
     computes_logits: bool
 
 
+class _RecordBuffers(NamedTuple):
+    """The memory that a step's record goes through.
+
+    Attributes:
+        layout: of a row's W words.
+        words: the matrix that graphs write, (rows of the largest size, W) int32, on the device.
+        downloads: the host's copies of that matrix.
+    """
+
+    layout: RecordLayout
+    words: Tensor
+    downloads: HostBuffers
+
+
 class StepGraphs:
     """The graphs of one perturbation and one model, and the buffers at fixed addresses that they share."""
 
@@ -184,10 +198,7 @@ class StepGraphs:
         self._temperature = torch.ones(largest, device=device)
         self._greedy = torch.full((largest,), -1, dtype=torch.int64, device=device)
         self._tokens = torch.zeros(largest, dtype=torch.int64, device=device)
-        # The record: its layout is known after the first step, which makes the buffers.
-        self._words: Tensor | None = None
-        self._layout: RecordLayout | None = None
-        self._downloads: HostBuffers | None = None
+        self._record: _RecordBuffers | None = None  # made by the first step, from the fields that it records
         self._uploads = HostBuffers((len(self._columns),), torch.int64, device)
         self._wide: dict[tuple[str, torch.dtype, int], Tensor] = {}  # logits and hidden states: name, dtype, width
         # What the temperatures were copied from, compared by identity: `runners.py` makes a new tensor when the batch
@@ -264,10 +275,10 @@ class StepGraphs:
         self._graphs[kind].replay()
         # The next replay writes to the same addresses, and vLLM may copy its tokens on another stream.
         tokens = self._tokens[:batch].clone()
-        words = require(self._words, "the words of a capture")
-        buffer = require(self._downloads, "the buffers of a capture").take()
-        buffer.tensor[:batch].copy_(words[:batch], non_blocking=True)
-        return tokens, PackedRecord(buffer.tensor[:batch], require(self._layout, "the layout of a capture")), buffer
+        record = require(self._record, "the record's buffers of a capture")
+        buffer = record.downloads.take()
+        buffer.tensor[:batch].copy_(record.words[:batch], non_blocking=True)
+        return tokens, PackedRecord(buffer.tensor[:batch], record.layout), buffer
 
     def _placed(self, logits: Logits, batch: int, size: int) -> Logits:
         """Copies the step's tensors to their fixed addresses; returns them there, with ``size`` rows."""
@@ -385,12 +396,15 @@ class StepGraphs:
             logits = logits._replace(scaled=require(self._output, "the output layer").compute(output_hidden))
         edited, words = self._kernels.step_in_graph(columns, logits)
         size = len(columns.slots)
-        if self._words is None:
-            self._layout = RecordLayout(edited.recorded)
-            shape = (self.sizes[-1], self._layout.width)
-            self._words = torch.zeros(shape, dtype=torch.int32, device=self._device)
-            self._downloads = HostBuffers(shape, torch.int32, self._device)
-        self._words[:size].copy_(words)
+        if self._record is None:
+            layout = RecordLayout(edited.recorded)
+            shape = (self.sizes[-1], layout.width)
+            self._record = _RecordBuffers(
+                layout=layout,
+                words=torch.zeros(shape, dtype=torch.int32, device=self._device),
+                downloads=HostBuffers(shape, torch.int32, self._device),
+            )
+        self._record.words[:size].copy_(words)
         self._tokens[:size].copy_(edited.tokens)
         self._override.drawn_vectors[:size].copy_(require(edited.vectors, "the vectors of a step"))
         self._override.drawn_fed[:size].copy_(edited.recorded["fed"])
