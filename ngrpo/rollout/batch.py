@@ -32,7 +32,8 @@ class Rows:
     def columns_of(self, size: int, scratch: int) -> HostColumns:
         """The columns for a graph of ``size`` rows. Rows beyond the batch have the slot ``scratch``.
 
-        The caller sets positions, and what follows from them, at each step.
+        Made at the first call, from these sizes; later calls return the same columns, since the batch's rows and so its
+        graph stay the same. The caller sets positions, and what follows from them, at each step.
         """
         if self.matrix is None:
             self.matrix = np.zeros((len(HostColumns._fields), size), dtype=np.int64)
