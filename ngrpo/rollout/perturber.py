@@ -201,6 +201,7 @@ class RolloutPerturber:
         sources = np.full(int(counts.sum()), PLAIN, dtype=np.int32)
         # An edit of the last step is fed where its position is the last one that the forward computes of its request.
         batch_rows = self._row_of_slot[self._drawn_slots]  # of the last step's rows; -1 where a request is not here
+        # -1 reads the last row's end; the first condition masks it.
         is_next = (batch_rows >= 0) & (ends[batch_rows] - 1 == self._drawn_positions)
         drawn_rows = is_next.nonzero()[0]
         overridden_rows = last_rows[batch_rows[drawn_rows]]
