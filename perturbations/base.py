@@ -211,7 +211,10 @@ class Perturbation(GateOptions, ABC):
 
     @property
     def active(self) -> bool:
-        """Whether there is anything to do; otherwise rollout and training are upstream's."""
+        """Whether any position can be perturbed.
+
+        An engine may draw seeded tokens and record masks or experts also where none can.
+        """
         return self.rate > 0.0
 
     def check_model(self, vocabulary: int) -> None:

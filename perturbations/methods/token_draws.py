@@ -16,7 +16,7 @@ from perturbations.top_tokens import LikeliestTokens, check_top_k, winners
 @register("none")
 @dataclass(frozen=True, kw_only=True)
 class NoPerturbation(Perturbation):
-    """Feeds every token as it is. Nothing is installed in vLLM or OpenRLHF."""
+    """Feeds every token as it is: the unperturbed baseline."""
 
     paper = "the unperturbed baseline"
     samples_text = True
