@@ -215,8 +215,8 @@ class StepKernels:
         allowed = allowed & (largest_logits < _FORCED)
         if selected is not None:
             allowed = allowed & selected
-        opened, fed = self._gate.verdict(step, proposal, rows.slots, rows.first, allowed, logits.greedy)
-        tokens = torch.where(opened, proposal.tokens, draw.tokens)
+        in_text, fed = self._gate.verdict(step, proposal, rows.slots, rows.first, allowed, logits.greedy)
+        tokens = torch.where(in_text, proposal.tokens, draw.tokens)
         self._observe(rows, tokens)
         if draw.log_total is None:
             log_probs = _log_probs(tokens, logits.scaled, draw.summary.log_total)

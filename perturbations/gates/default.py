@@ -263,17 +263,17 @@ class BoundGate:
         """
         # A token that the request's own sampling excludes (at temperature 0 all but the likeliest) is never in its
         # text. A position with such a proposal stays unperturbed.
-        opened = allowed
+        in_text = allowed
         if greedy is not None:
-            opened = opened & ((greedy < 0) | (greedy == proposal.tokens))
-        fed = opened
+            in_text = in_text & ((greedy < 0) | (greedy == proposal.tokens))
+        fed = in_text
         if not self.always_open:
-            opened = opened & self.open(rows, step, first)
+            in_text = in_text & self.open(rows, step, first)
             matched = self.matched(rows, step.positions)
-            fed = opened & self.feeds(proposal.tokens, matched)
+            fed = in_text & self.feeds(proposal.tokens, matched)
         if proposal.acts is not None:
             fed = fed & proposal.acts
-        return opened, fed
+        return in_text, fed
 
     def open(self, rows: Tensor, step: Step, first: Tensor) -> Tensor:
         """Whether thinking continues, the policy is uncertain enough and the further gate is open: (B,) bool."""
@@ -296,7 +296,7 @@ class BoundGate:
 
     def advance(self, rows: Tensor, step: Step, first: Tensor, fed: Tensor, kept: Tensor) -> None:
         """Moves the further gate's state past B positions with ``kept`` tokens; ``fed``: perturbed, (B,) bool."""
-        if self._further is None:
+        if self._further is None or not self.further_has_state:
             return
         state_by_name = self._further.advance(self._gate_step(rows, step, first), fed)
         state = torch.stack([state_by_name[name].float() for name in self._names], dim=-1)  # (B, names)

@@ -126,8 +126,8 @@ MUTATIONS = {
         ("torch.where(probabilities > 0.0, ids, ids[:, :1])", "ids", "top-p: a record names tokens that were cut"),
     ],
     ("perturbations/gates/default.py", "perturbations/gates/test_default.py"): [
-        ("opened = allowed\n", "opened = allowed | True\n", "verdict: what top-k cut stands in the text"),
-        ("opened & self.open(rows, step, first)", "opened", "verdict: thinking never ends"),
+        ("in_text = allowed\n", "in_text = allowed | True\n", "verdict: what top-k cut stands in the text"),
+        ("in_text & self.open(rows, step, first)", "in_text", "verdict: thinking never ends"),
     ],
     ("perturbations/gates/further.py", _LATENT): [
         ("positions.generated < self.length", "positions.positions < self.length", "first: the prompt is counted"),
