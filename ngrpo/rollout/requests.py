@@ -104,8 +104,8 @@ class RunningRequests:
         self._perturber = perturber
         self._buffer = buffer
         self._prompt_counts = seeds.PromptCounts(rank)
-        # Live requests whose record nobody may get any more: it was handed over, or the request was aborted.
-        self._dropped: set[str] = set()
+        # Live requests whose record nobody may take any more: it was handed over, or the request was aborted.
+        self._without_claim: set[str] = set()
         # Requests that the scheduler reported as finished, with the number of steps that had been added by then. A
         # record is complete once all of these are in the stores.
         self._ended: dict[str, int] = {}
@@ -119,7 +119,7 @@ class RunningRequests:
         """How many requests run: not those that vLLM has reported as finished or aborted, nor those whose record has
         been handed over.
         """
-        return sum(name not in self._dropped and name not in self._ended for name in self._store.live)
+        return sum(name not in self._without_claim and name not in self._ended for name in self._store.live)
 
     def update(self, scheduler_output: SchedulerOutput) -> None:
         """Takes in one ``SchedulerOutput`` of vLLM, before the step runs.
@@ -146,8 +146,8 @@ class RunningRequests:
         for name in complete:
             del self._ended[name]
             slot = self._store.live[name]
-            if name in self._dropped:
-                self._dropped.discard(name)
+            if name in self._without_claim:
+                self._without_claim.discard(name)
                 self._names.discard(name)
             else:
                 self._buffer.add(name, self._extract(name))
@@ -243,11 +243,11 @@ class RunningRequests:
         try:
             trajectory = self._buffer.take(name)
         except KeyError:
-            if name not in self._store.live or name in self._dropped:
+            if name not in self._store.live or name in self._without_claim:
                 return None
             # vLLM's scheduler reports the end of a request only with the next step. The record is complete already,
             # and must not come a second time.
-            self._dropped.add(name)
+            self._without_claim.add(name)
             self._perturber.pending.drain(until=self._perturber.pending.added)
             return self._extract(name)
         if name not in self._store.live:
@@ -260,6 +260,6 @@ class RunningRequests:
         self._buffer.drop(matching)
         for name in matching:
             if name in self._store.live:
-                self._dropped.add(name)
+                self._without_claim.add(name)
             else:
                 self._names.discard(name)

@@ -144,8 +144,8 @@ class SamplingMaskStore:
             limit = min(LIMIT, memory // 2)
         self._size = size
         self._limit = limit
-        # Of each position where some tokens were cut: ``positions``, and ``lengths``, which are twice the number of its
-        # words, plus 1 where these name the tokens cut.
+        # Of each position where some tokens were cut: ``positions``, and ``lengths_and_cut``, which is twice the number
+        # of its words, plus 1 where these name the tokens cut.
         self._rows = Chunks(slots)
         self._words = ChunkTable(slots, _CHUNK)
         self._pool = np.zeros(0, dtype=np.uint16)  # the words of all slots, once there are any
@@ -186,7 +186,7 @@ class SamplingMaskStore:
         self._append(slots, words, lengths)
         fields = {
             "positions": positions.astype(np.int32),
-            "lengths": (2 * lengths + names_cut_tokens).astype(np.uint32),
+            "lengths_and_cut": (2 * lengths + names_cut_tokens).astype(np.uint32),
         }
         self._rows.write(slots, self._rows.counts[slots], fields)
         self._last[slots] = positions
@@ -251,7 +251,7 @@ class SamplingMaskStore:
         count = self._rows.find(slot, "positions", position)
         rows = self._rows.read(slot, 0, count)
         self._rows.counts[slot] = count
-        self._words.counts[slot] = int((rows["lengths"] // 2).sum()) if rows else 0
+        self._words.counts[slot] = int((rows["lengths_and_cut"] // 2).sum()) if rows else 0
         self._last[slot] = rows["positions"][-1] if rows else -1
 
     def read(self, slot: int) -> SamplingMask:
@@ -260,12 +260,12 @@ class SamplingMaskStore:
         if not rows:
             return SamplingMask.of(self._size, {})
         words = self._pool.reshape(-1, _CHUNK)[self._words.used_chunks(slot)].reshape(-1)
-        lengths = rows["lengths"].astype(np.int64)
+        lengths_and_cut = rows["lengths_and_cut"].astype(np.int64)
         return SamplingMask(
             size=self._size,
             positions=rows["positions"].astype(np.int64),
-            cut=lengths % 2 == 1,
-            lengths=lengths // 2,
+            cut=lengths_and_cut % 2 == 1,
+            lengths=lengths_and_cut // 2,
             words=words[: self._words.counts[slot]],
         )
 

@@ -38,7 +38,7 @@ def assert_nothing_is_left(llm: Any) -> None:
     llm.llm_engine.step()  # the scheduler names finished requests in the step after their last
     requests = harness.worker_of(llm).perturbation.requests
     assert not requests._store.live
-    assert not requests._dropped
+    assert not requests._without_claim
     assert not requests._buffer.names()
 
 

@@ -79,7 +79,7 @@ def test_records_are_handed_over_once_and_dropped_with_all_samples() -> None:
     books.end(SAMPLES[1])
     assert not books.buffer.names()
     assert not books.store.live
-    assert not books.requests._dropped
+    assert not books.requests._without_claim
     assert len(books.requests._names) == 0
 
 
