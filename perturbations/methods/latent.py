@@ -16,7 +16,7 @@ from perturbations.top_tokens import LikeliestTokens, TopTokens, within_top_p
 @register("latent")
 @dataclass(frozen=True, kw_only=True)
 class Latent(LikeliestTokens):
-    """Adds one-sided Gumbel noise to the log-probabilities of the nucleus and mixes the k largest."""
+    """Adds Gumbel noise, clamped and shifted to be 0 or above, to log p of the nucleus and mixes the k largest."""
 
     paper = "Latent-GRPO, arXiv 2604.27998"
     draws_text = True
@@ -58,7 +58,7 @@ class Latent(LikeliestTokens):
         values, ids = step.top(pool)  # (B, pool) each
         log_p = values * scale - step.log_total(scale).unsqueeze(-1)
         low, high = densities.GUMBEL_RANGE
-        noise = step.gumbel(ids).clamp(low, high) - low  # one-sided: from 0 on
+        noise = step.gumbel(ids).clamp(low, high) - low  # shifted to be 0 or above
         scores = log_p + self.scale * noise
         scores = torch.where(self._nucleus(log_p), scores, -torch.inf)
         largest, places = scores.topk(self.k, dim=-1)  # (B, k) each

@@ -55,19 +55,19 @@ class Gumbel(TopTokens):
         clamped noise, and of a lost weight's, only the bound is known.
         """
         edit = replayed.edit
-        distinct = densities.distinct(edit.ids)
+        kept = densities.distinct(edit.ids)
         scores = densities.unnormalised(edit.weights, edit.normalizer, self.tau)
-        probabilities = densities.renormalised(replayed.at(edit.ids), distinct)
+        probabilities = densities.renormalised(replayed.at(edit.ids), kept)
         gumbels = replayed.gumbel(edit.ids)
         if self.density == "gumbel":
-            return densities.gumbel(scores, probabilities, distinct, gumbels)
+            return densities.gumbel(scores, probabilities, kept, gumbels)
         low, high = densities.GUMBEL_RANGE if self.clamp else (-math.inf, math.inf)
         noise = scores - (probabilities + densities.LOG_FLOOR).log()
         lost = edit.weights < densities.SMALLEST
         below = (gumbels <= low) | lost
         above = (gumbels >= high) & ~below
         # A lost weight's noise is below its bound. Where that is the upper bound of all noise, it says nothing.
-        informative = distinct & ~(lost & (noise.detach() >= high))
+        informative = kept & ~(lost & (noise.detach() >= high))
         return densities.censored_gumbel(noise, below, above, counted=informative)
 
 

@@ -116,7 +116,7 @@ MUTATIONS = {
             "tokens=ids.gather(-1, noisy_log_p.argmax(-1, keepdim=True))[:, 0])",
             "lepo: the text follows the noise",
         ),
-        (".clamp(low, high) - low  #", ".clamp(low, high)  #", "latent: the noise is not one-sided"),
+        (".clamp(low, high) - low  #", ".clamp(low, high)  #", "latent: the noise is not shifted"),
         ("replayed.advantages <= 0.0", "replayed.advantages >= 0.0", "latent: turned for good answers"),
     ],
     ("perturbations/top_tokens.py", _SETS): [

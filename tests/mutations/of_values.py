@@ -22,7 +22,7 @@ MUTATIONS = {
         "perturbations/methods/soft_grpo.py",
         "perturbations/test_score_error.py::test_no_density_is_drowned_and_differences_are",
     ): [
-        ("distinct, gumbels)", "distinct)", "gumbel: rounding decides whether clamped noise has a gradient"),
+        ("kept, gumbels)", "kept)", "gumbel: rounding decides whether clamped noise has a gradient"),
     ],
     ("perturbations/methods/soft_grpo.py", _RECORDS): [
         ("(gumbels >= high) & ~below", "gumbels > 1e9", "gumbel: noise clamped from above counts as drawn"),
