@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The seed of a trajectory: `trajectory_seed` of the engine's seed, of the prompt or the request's seed, and of the
 response's number. `streams.py` makes all draws of the trajectory from it.
+
+An engine chooses the seed of a new trajectory in `RunningRequests._seed` (`ngrpo/rollout/requests.py`), from what the
+request says. In OpenRLHF's training `ngrpo/trainers/openrlhf/rollout_actor.py` says it: `_begin` the response's number,
+and `generate` the prompt's seed. In verl's training `generate` of `ngrpo/trainers/verl/rollout_server.py` says it.
 """
 
 import hashlib

@@ -167,7 +167,7 @@ def check_texts(
             break
     else:
         raise CheckFailure(
-            f"{where} cannot be proven right for {model}: another token in its text changes log-probabilities by"
+            f"{where} cannot be checked for {model}: another token in its text changes log-probabilities by"
             f" {effect:.1g} on average, and {precision.least_effect:g} is needed to see where an override lands."
             " Is it a trained model, and are its weights loaded?"
         )

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's plugin entry point (group ``vllm.general_plugins``), which vLLM loads in each of its processes.
 
-`register` applies the rows `VLLM` of `ngrpo.patches`. Functions with an ``original`` belong to them. Most act only in
-an engine for which `settings.read` returns a perturbation: ``none`` too, with which an engine draws seeded tokens or
-records masks or experts. Little is imported at the top: where a plugin fails, vLLM logs the error and continues
-without it.
+`register` applies the rows `VLLM` of the table in `ngrpo.patches`. A function with an argument ``original`` is a row of
+the table. Most rows act only in an engine for which `settings.read` returns a perturbation; ``none`` counts, since such
+an engine draws seeded tokens or records masks or experts. Little is imported at the top: where a plugin fails, vLLM
+logs the error and continues without it.
 """
 
 import asyncio

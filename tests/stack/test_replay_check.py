@@ -83,7 +83,7 @@ def test_a_factor_once_too_often_is_named(dtype: torch.dtype, tmp_path: Path, mo
 def test_a_model_that_ignores_its_inputs_cannot_be_proven(tmp_path: Path) -> None:
     model = loaded("plain", tmp_path)
     nn.init.zeros_(model.lm_head.weight)
-    with pytest.raises(CheckFailure, match="cannot be proven right for LlamaForCausalLM"):
+    with pytest.raises(CheckFailure, match="cannot be checked for LlamaForCausalLM"):
         check_replay(model, forward_of(model))
 
 
