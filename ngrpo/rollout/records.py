@@ -12,8 +12,8 @@ import numpy as np
 
 from ngrpo.machine.upstream.patch import around
 from ngrpo.machine.upstream.types import LLM, AsyncLLM, LLMEngine
+from ngrpo.rollout import settings
 from ngrpo.rollout.requests import external_id
-from ngrpo.rollout.settings import read
 from perturbations import FinishedTrajectory, ReplayRecord, registry
 from perturbations.neighbors import Drift
 
@@ -148,7 +148,7 @@ def check_installed(fingerprints: Sequence[str], expected: str | None = None) ->
 def with_lengths(original: Callable[..., None], self: LLMEngine | AsyncLLM, *args: object, **kwargs: object) -> None:
     """An engine's ``__init__``: where it perturbs, its front end keeps the lengths of its responses."""
     original(self, *args, **kwargs)
-    if read(self.vllm_config.additional_config) is not None:
+    if settings.read(self.vllm_config.additional_config) is not None:
         vars(self.output_processor)[LENGTHS] = {}
 
 
@@ -193,7 +193,7 @@ def drop_aborted(
     names = list(request_ids)
     dropped = _with_internal_ids(self, names)
     original(self, names, *args, **kwargs)
-    if dropped and read(self.vllm_config.additional_config) is not None:
+    if dropped and settings.read(self.vllm_config.additional_config) is not None:
         self.collective_rpc("perturbation_drop", args=(dropped,))
 
 
@@ -205,7 +205,7 @@ async def drop_aborted_async(
     names = [request_id] if isinstance(request_id, str) else list(request_id)
     dropped = _with_internal_ids(self, names)
     await original(self, names, *args, **kwargs)
-    if dropped and read(self.vllm_config.additional_config) is not None:
+    if dropped and settings.read(self.vllm_config.additional_config) is not None:
         await self.collective_rpc("perturbation_drop", args=(dropped,))
 
 

@@ -19,8 +19,8 @@ from ngrpo import patches
 from ngrpo.machine.progress import announce
 from ngrpo.machine.upstream.patch import around
 from ngrpo.machine.upstream.types import EngineCore, VllmConfig
+from ngrpo.rollout import settings
 from ngrpo.rollout.check_texts import CheckTexts, Comparison, TextOutput, check_texts, compared, distance, record_of
-from ngrpo.rollout.settings import DEFERRED_CHECK, KEY, read
 
 _DUE = "_perturbation_check_due"
 _PASSED = "_perturbation_check_passed"
@@ -37,13 +37,13 @@ def checked_core(
 ) -> None:
     """``EngineCore.__init__``: patches block hashes, and ends with the check of a perturbed engine unless deferred."""
     config: Any = vllm_config.additional_config
-    perturbation = read(config)
+    perturbation = settings.read(config)
     if perturbation is not None:
         patches.install([patches.IN_PERTURBED_CORE])
     original(self, vllm_config, *args, **kwargs)
     if perturbation is not None and perturbation.active:
         setattr(self, _DUE, True)
-        if not config.get(DEFERRED_CHECK):
+        if not config.get(settings.DEFERRED_CHECK):
             check_before_request(self)
 
 
@@ -79,7 +79,7 @@ def with_calls_of_core(
 
 def check_when_idle(core: EngineCore) -> None:
     """Checks an engine with an override: now if it is idle, else before the next request that finds it idle."""
-    if read(core.vllm_config.additional_config) is not None:
+    if settings.read(core.vllm_config.additional_config) is not None:
         setattr(core, _DUE, True)
         if _is_idle(core):
             check_core(core)
@@ -231,7 +231,7 @@ def _request(request_id: str, probe: Probe) -> Any:
         logprobs=5,
         prompt_logprobs=0,
         detokenize=False,
-        extra_args={KEY: arguments},
+        extra_args={settings.KEY: arguments},
     )
     ours = {
         "request_id": request_id,
