@@ -70,7 +70,9 @@ class Loader(list[int]):
 
 
 class SamplesGenerator:
-    """OpenRLHF's: each batch has ``args.rollout.batch_size`` of the loader's prompts."""
+    """Ours: each batch has ``args.rollout.batch_size`` of the loader's prompts."""
+
+    rollout_round = 0
 
     def __init__(
         self, strategy: Any, prompts_dataloader: Any, eval_dataloader: Any, tokenizer: Any, vllm_engines: Any
