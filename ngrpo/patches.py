@@ -32,8 +32,6 @@ _TRAINERS = "ngrpo.trainers.openrlhf"
 _HARDWARE = "ngrpo.machine.hardware"
 TRAINING = "training"
 """The condition of every run of `ngrpo train`."""
-_DRAWN = "perturbation or reproducible or sampling_mask or sampling_schedule or routing"
-"""The conditions under which a rollout is drawn otherwise."""
 
 IN_VLLM = "vllm"
 """The condition of every process of any vLLM."""
@@ -248,7 +246,8 @@ OPENRLHF: tuple[Patch, ...] = (
         "We send a reward server what it sends."),
     _row("openrlhf.utils.agent", "MultiTurnAgentExecutor.execute", None, TRAINING, "sha:222ed1020823",
         "It makes an agent of agent_instance_cls for each response, and calls rewards.item() of each step."),
-    _row("openrlhf.utils.vlm_utils", "dedup_media_tokens", None, _DRAWN, "sha:c80d6c853f57",
+    _row("openrlhf.utils.vlm_utils", "dedup_media_tokens", None,
+        "perturbation or reproducible or sampling_mask or sampling_schedule or routing", "sha:c80d6c853f57",
         "It makes a prompt with pictures as the engine accepts it."),
     _row(f"vllm.{_RUNNER_V1}", "GPUModelRunner.reload_weights", None, "cpu",
         "(self, weights_iterator, weights_path, is_checkpoint_format)",

@@ -3,7 +3,6 @@
 
 from contextlib import suppress
 from dataclasses import fields, replace
-from types import SimpleNamespace
 from typing import Any
 
 from ngrpo.config.feature_kinds import (
@@ -17,22 +16,18 @@ from ngrpo.config.feature_kinds import (
     MODEL,
     Combination,
     Feature,
-    both,
     bounds,
     density,
     flag,
-    none_of,
     other_than,
     part,
     sampling,
-    verl,
     when,
 )
 from ngrpo.config.lora_check import TARGET_MODULES
 from ngrpo.machine.models import architecture
 from ngrpo.machine.upstream.openrlhf_flags import SIZES, Flags
 from ngrpo.machine.upstream.rollout_sizes import prompts_drawn_at_once
-from ngrpo.machine.upstream.sampling import logit_changes
 from ngrpo.methods.advantages.base import VerifiedAdvantage
 from perturbations.base import Perturbation
 from perturbations.errors import UsageError
@@ -182,6 +177,15 @@ def _kl_term(combination: Combination) -> str:
 
 
 KL_TERM = Feature(f"{KL} above 0", _kl_term)
+
+
+def _kl_in_reward(combination: Combination) -> str:
+    if combination.parts:  # verl
+        return "algorithm.use_kl_in_reward=True" if combination.arguments.get("kl_in_reward") else ""
+    return "" if combination.flags.has("--algo.kl.use_loss") else KL_TERM.shown(combination)
+
+
+KL_IN_REWARD = Feature("a KL term in the reward", _kl_in_reward)
 
 
 def _has_late_reward(combination: Combination) -> bool:
@@ -345,7 +349,7 @@ def _head_size(combination: Combination) -> str:
 
 HEAD_SIZE = Feature("a model with heads of a size that vLLM's CPU attention lacks", _head_size)
 
-# --- engines of vLLM, verl and TRL ------------------------------------------------------------------
+# --- engines of vLLM (verl and TRL: `trainer_features.py`) ------------------------------------------
 
 IN_ENGINE = part("perturbation")
 
@@ -365,147 +369,3 @@ def _mixture_in_step(combination: Combination) -> str:
 
 
 MIXTURE_IN_STEP = Feature("data_parallel_size above 1 for a mixture of experts", _mixture_in_step)
-IN_VERL = when("verl", lambda combination: True)
-_CORRECTION = "algorithm.rollout_correction"
-VERL_CORRECTIONS = (verl(f"{_CORRECTION}.rollout_is"), verl(f"{_CORRECTION}.rollout_rs"))
-"""verl's weights, and its rejections: both compare old log-probabilities with the rollout's."""
-VERL_UNCORRECTED = when(
-    "no +perturbation.correct_mask=true", lambda combination: not combination.arguments.get("correct_mask")
-)
-VERL_FILTERS = (
-    verl("actor_rollout_ref.rollout.top_p", none_of(None, 1)),
-    verl("actor_rollout_ref.rollout.top_k", none_of(None, 0, -1)),
-)
-
-
-def _verl_several_updates(combination: Combination) -> str:
-    settings = combination.settings
-    prompts = settings.data.train_batch_size
-    of_update = settings.actor_rollout_ref.actor.ppo_mini_batch_size
-    return f"ppo_mini_batch_size={of_update} with data.train_batch_size={prompts}" if of_update < prompts else ""
-
-
-VERL_SEVERAL_UPDATES = Feature(
-    "actor_rollout_ref.actor.ppo_mini_batch_size below data.train_batch_size", _verl_several_updates
-)
-
-
-def _verl_adapters(combination: Combination) -> str:
-    model = combination.settings.actor_rollout_ref.model
-    rank = model.lora.get("rank") or model.lora_rank
-    return f"actor_rollout_ref.model.lora_rank={rank}" if rank and not model.lora.get("merge") else ""
-
-
-VERL_ADAPTERS = Feature("actor_rollout_ref.model.lora_rank without lora.merge", _verl_adapters)
-VERL_MASK = when("+perturbation.correct_mask=true", lambda combination: combination.arguments.get("correct_mask"))
-IN_TRL = when("TRL", lambda combination: True)
-WITHOUT_VLLM = when("use_vllm=False", lambda combination: not getattr(combination.settings, "use_vllm", False))
-VLLM_SERVER = when(
-    "a vLLM server", lambda combination: getattr(combination.settings, "vllm_mode", "colocate") != "colocate"
-)
-
-
-def _trl_kernels(combination: Combination) -> str:
-    if getattr(combination.settings, "use_liger_kernel", False):
-        return "use_liger_kernel"
-    model_arguments = getattr(combination.settings, "model_init_kwargs", None) or {}
-    return "model_init_kwargs['use_kernels']" if model_arguments.get("use_kernels") else ""
-
-
-TRL_KERNELS = Feature("use_liger_kernel, or model_init_kwargs['use_kernels']", _trl_kernels)
-
-
-def _trl_pictures(combination: Combination) -> str:
-    for name in ("train_dataset", "eval_dataset"):
-        dataset = combination.arguments.get(name)
-        parts = dataset.values() if isinstance(dataset, dict) else [dataset]
-        for part_of_dataset in parts:
-            columns = getattr(part_of_dataset, "column_names", None) or ()
-            if {"image", "images"} & set(columns):
-                return f"{name} with pictures"
-    return ""
-
-
-TRL_PICTURES = Feature("a dataset with a column image or images", _trl_pictures)
-
-
-def _trl_requests(combination: Combination) -> str:
-    given = getattr(combination.settings, "generation_kwargs", None) or {}
-    extra_args = given.get("extra_args") or {}
-    unchanged = {"seed": (None,), "n": (None, 1), "logprobs": (None, 0)}
-    changed = {name: given[name] for name, values in unchanged.items() if given.get(name) not in values}
-    if "perturbation" in extra_args:
-        changed["extra_args"] = extra_args
-    words = ", ".join(f"{name}={value!r}" for name, value in changed.items())
-    return f"generation_kwargs with {words}" if words else ""
-
-
-TRL_REQUESTS = Feature("seed, n, logprobs or extra_args['perturbation'] in generation_kwargs", _trl_requests)
-TRL_TENSOR_PARALLEL = when(
-    "vllm_tensor_parallel_size above 1",
-    lambda combination: getattr(combination.settings, "vllm_tensor_parallel_size", 1) > 1,
-)
-_FILTERS_OFF: dict[str, tuple[Any, ...]] = {
-    "top_p": (None, 1.0),
-    "top_k": (None, 0, -1),
-    "min_p": (None, 0.0),
-}
-
-
-def _filtered_weights(combination: Combination) -> str:
-    """What TRL's sampling changes of the probabilities that it compares with the trainer's.
-
-    With ``correct_mask=True`` the trainer's log-probabilities are of the filtered distribution too.
-    """
-    settings = combination.settings
-    comparisons = {"vllm_importance_sampling_correction": (None, False), "off_policy_mask_threshold": (None,)}
-    compared = [name for name, off in comparisons.items() if getattr(settings, name, None) not in off]
-    generation_kwargs = getattr(settings, "generation_kwargs", None) or {}
-    params = SimpleNamespace(**{**getattr(settings, "__dict__", {}), **generation_kwargs})
-    changes = logit_changes(params)
-    unchanged: dict[str, tuple[Any, ...]] = {"vllm_structured_outputs_regex": (None,)}
-    if not combination.arguments.get("correct_mask"):
-        unchanged |= _FILTERS_OFF
-    if "temperature" in generation_kwargs:  # the trainer divides its logits by TRL's own
-        unchanged["temperature"] = (getattr(settings, "temperature", 1.0),)
-    for name, values in unchanged.items():
-        value = getattr(params, name, None)
-        if value not in values:
-            changes[name] = value
-    if not (changes and compared):
-        return ""
-    words = ", ".join(f"{name}={value!r}" for name, value in changes.items())
-    return f"{words} with {' and '.join(compared)}"
-
-
-FILTERED_WEIGHTS = Feature(
-    "top_p, top_k, min_p, a penalty, bias or grammar, or a temperature in generation_kwargs, with"
-    " vllm_importance_sampling_correction or off_policy_mask_threshold",
-    _filtered_weights,
-)
-
-
-def _kl_in_reward(combination: Combination) -> str:
-    if combination.parts:  # verl
-        return "algorithm.use_kl_in_reward=True" if combination.arguments.get("kl_in_reward") else ""
-    return "" if combination.flags.has("--algo.kl.use_loss") else KL_TERM.shown(combination)
-
-
-KL_IN_REWARD = Feature("a KL term in the reward", _kl_in_reward)
-_CRITIC = verl("critic.enable")
-_CRITIC_OF_ESTIMATOR = both(
-    verl("critic.enable", lambda value: value is None),
-    verl("algorithm.adv_estimator", lambda name: name == "gae"),
-)
-
-
-def _verl_critic(combination: Combination) -> str:
-    if _CRITIC.shown(combination):
-        return "a critic (critic.enable=True)"
-    return "a critic (algorithm.adv_estimator=gae)" if _CRITIC_OF_ESTIMATOR.shown(combination) else ""
-
-
-VERL_CRITIC = Feature("a critic", _verl_critic)
-VERL_ENGINES = tuple(
-    f"actor_rollout_ref.{role}{config}" for role in ("actor", "ref") for config in (".fsdp_config", "")
-)

@@ -1,26 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pairs that verl refuses: VERL_ADVANTAGE with an advantage, VERL with a perturbation."""
 
-from ngrpo.config import features
+from ngrpo.config import features, trainer_features
 from ngrpo.config.compatibility.row import Row, rows
 from ngrpo.config.feature_kinds import above_one, both, none_of, verl
 
 VERL_ADVANTAGE = (
     Row(
         what=features.BEYOND_REWARDS,
-        conflicts_with=features.IN_VERL,
+        conflicts_with=trainer_features.IN_VERL,
         why="it looks at more than rewards, which verl does not give it",
         fix="use another",
     ),
     Row(
         what=features.CHANGING,
-        conflicts_with=features.IN_VERL,
+        conflicts_with=trainer_features.IN_VERL,
         why="it changes over the run, and verl does not tell it the training step",
         fix="leave out its option k_end, or what else changes it, or train with OpenRLHF",
     ),
     Row(
         what=features.ROUTING,
-        conflicts_with=features.IN_VERL,
+        conflicts_with=trainer_features.IN_VERL,
         why="verl has a routing replay of its own",
         fix="leave it out, and set verl's own",
     ),
@@ -50,12 +50,12 @@ VERL = (
         fix="use one of these",
     ),
     *rows(
-        [verl(f"{engine}.pad_to_length") for engine in features.VERL_ENGINES],
+        [verl(f"{engine}.pad_to_length") for engine in trainer_features.VERL_ENGINES],
         conflicts_with=features.IN_ENGINE,
         why="a packed batch must be its samples alone",
     ),
     *rows(
-        [verl(f"{engine}.ulysses_sequence_parallel_size", above_one) for engine in features.VERL_ENGINES],
+        [verl(f"{engine}.ulysses_sequence_parallel_size", above_one) for engine in trainer_features.VERL_ENGINES],
         conflicts_with=features.IN_ENGINE,
         why="it splits a sequence",
         fix="set it to 1",
@@ -96,20 +96,20 @@ VERL = (
         why="the replay would not be measured",
     ),
     Row(
-        what=features.VERL_ADAPTERS,
+        what=trainer_features.VERL_ADAPTERS,
         conflicts_with=features.IN_ENGINE,
         why="verl gives the engine adapters that may change the input embedding, after inputs are replaced",
         fix="add actor_rollout_ref.model.lora.merge=True, which sends merged weights",
     ),
     Row(
-        what=features.VERL_CRITIC,
+        what=trainer_features.VERL_CRITIC,
         conflicts_with=features.IN_ENGINE,
         why="its values are not replayed",
         fix="leave critic.enable=True out, and use an estimator without a critic, such as grpo",
     ),
     Row(
         what=features.PARAMETERS,
-        conflicts_with=features.IN_VERL,
+        conflicts_with=trainer_features.IN_VERL,
         why="verl would neither train nor send its parameters",
         fix="use the variant without them, or OpenRLHF",
     ),
@@ -121,26 +121,30 @@ VERL = (
     ),
     Row(
         what=verl("actor_rollout_ref.model.use_fused_kernels"),
-        conflicts_with=features.VERL_MASK,
+        conflicts_with=trainer_features.VERL_MASK,
         why="the correction needs the logits",
     ),
     *rows(
         [
             both(correction, verl("actor_rollout_ref.rollout.logprobs_mode", none_of("processed_logprobs")))
-            for correction in features.VERL_CORRECTIONS
+            for correction in trainer_features.VERL_CORRECTIONS
         ],
-        conflicts_with=features.VERL_MASK,
+        conflicts_with=trainer_features.VERL_MASK,
         why="verl would compare with log-probabilities of the whole distribution",
         fix="set logprobs_mode=processed_logprobs, which is verl's default",
     ),
     *rows(
-        [both(correction, filtered) for correction in features.VERL_CORRECTIONS for filtered in features.VERL_FILTERS],
-        conflicts_with=features.VERL_UNCORRECTED,
+        [
+            both(correction, filtered)
+            for correction in trainer_features.VERL_CORRECTIONS
+            for filtered in trainer_features.VERL_FILTERS
+        ],
+        conflicts_with=trainer_features.VERL_UNCORRECTED,
         why="verl would compare the filtered distribution with the whole one",
         fix="add +perturbation.correct_mask=true, or leave one of them out",
     ),
     *rows(
-        features.VERL_CORRECTIONS,
+        trainer_features.VERL_CORRECTIONS,
         conflicts_with=features.DENSITY,
         why="its ratio is the token's",
         fix="leave it out, or set +perturbation.density=token",
@@ -152,7 +156,7 @@ VERL = (
         fix="leave it out, or set +perturbation.density=token",
     ),
     *rows(
-        features.VERL_FILTERS,
+        trainer_features.VERL_FILTERS,
         conflicts_with=features.DRAWING,
         why="a position stays unperturbed if the filter cuts its token, so its token has another distribution",
         fix="leave it out, or set +perturbation.density=token",
@@ -170,7 +174,7 @@ VERL = (
         fix="leave it out, or set +perturbation.density=token",
     ),
     Row(
-        what=features.VERL_SEVERAL_UPDATES,
+        what=trainer_features.VERL_SEVERAL_UPDATES,
         conflicts_with=features.SCORE_ONLY,
         why="the density's gradient is that of the first update",
         fix="set ppo_mini_batch_size to train_batch_size, or set +perturbation.density=token",

@@ -301,12 +301,12 @@ def rendered(tokenizer: Any, prompt: str | Messages, arguments: Mapping[str, Any
     return text
 
 
-def text_tokenizer(tokenizer: Any) -> Any:
+def text_tokenizer(tokenizer: object) -> Any:
     """The tokenizer of texts: a multimodal model's processor holds one, and counts texts itself, not their tokens."""
     return getattr(tokenizer, "tokenizer", tokenizer)
 
 
-def count_tokens(tokenizer: Any, text: str) -> int:
+def count_tokens(tokenizer: object, text: str) -> int:
     """The number of tokens of a rendered prompt."""
     return len(text_tokenizer(tokenizer)(text=text, add_special_tokens=False)["input_ids"])
 

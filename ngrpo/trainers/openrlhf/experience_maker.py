@@ -3,7 +3,6 @@
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
 
 import numpy as np
 import torch
@@ -156,7 +155,7 @@ class MeasuringExperienceMaker(Upstream):
 
 
 def trajectories_and_log_probs(
-    maker: Any, experiences: Sequence[Experience]
+    maker: MeasuringExperienceMaker, experiences: Sequence[Experience]
 ) -> tuple[list[FinishedTrajectory | None], list[np.ndarray]]:
     """Each sample's trajectory, and the trainer's log-probabilities of its tokens, as in :func:`log_probs_by_position`.
 
@@ -176,7 +175,7 @@ def trajectories_and_log_probs(
 
 
 def mismatch_measures(
-    maker: Any, trajectories: Sequence[FinishedTrajectory | None], log_probs: Sequence[np.ndarray]
+    maker: MeasuringExperienceMaker, trajectories: Sequence[FinishedTrajectory | None], log_probs: Sequence[np.ndarray]
 ) -> dict[str, float]:
     """Measures the training–inference mismatch before the update; raises ``MismatchTooLarge`` in a strict run.
 
@@ -228,7 +227,7 @@ def log_probs_by_position(experience: Experience, log_probs: Tensor) -> list[np.
     return [row[:length] for row, length in zip(padded, lengths)]
 
 
-def gap_scale(maker: Any) -> mismatch.GapScale:
+def gap_scale(maker: MeasuringExperienceMaker) -> mismatch.GapScale:
     """The run's scale of mismatches; a resumed run measures its own."""
     if maker.gap_scale is None:
         args = maker.strategy.args
@@ -244,7 +243,7 @@ def gap_scale(maker: Any) -> mismatch.GapScale:
     return maker.gap_scale
 
 
-def control_gap(maker: Any, trajectories: Sequence[FinishedTrajectory | None]) -> float | None:
+def control_gap(maker: MeasuringExperienceMaker, trajectories: Sequence[FinishedTrajectory | None]) -> float | None:
     """Mean |log π_trainer − log π_rollout| of the tokens of the step's unperturbed responses; None without a token."""
     import ray
 
@@ -273,7 +272,7 @@ def control_gap(maker: Any, trajectories: Sequence[FinishedTrajectory | None]) -
     return float(np.concatenate(gaps).mean())
 
 
-def judge(maker: Any, measures: Mapping[str, float]) -> None:
+def judge(maker: MeasuringExperienceMaker, measures: Mapping[str, float]) -> None:
     """Warns of mismatches that are too large; raises ``MismatchTooLarge`` in a strict run.
 
     Not under a sampling schedule: its rollouts are drawn at other temperatures than the trainer's.
@@ -287,7 +286,7 @@ def judge(maker: Any, measures: Mapping[str, float]) -> None:
 # ---- the rollout policy --------------------------------------------------------------------------------------------
 
 
-def rollout_policy_measures(maker: Any, experiences: Sequence[Experience]) -> dict[str, float]:
+def rollout_policy_measures(maker: MeasuringExperienceMaker, experiences: Sequence[Experience]) -> dict[str, float]:
     """Measures the rollout policy; empty without the rollouts' log-probabilities of responses to the trained prompts.
 
     The mean of −log π_rollout over all drawn tokens estimates its entropy at the rollout's temperatures without bias.
@@ -336,7 +335,9 @@ def drawn_as_trained(experience: Experience) -> Tensor:
     return experience.action_mask.bool() & ~is_second
 
 
-def ramp_up_correction(maker: Any, experiences: Sequence[Experience], steps: int) -> dict[str, float]:
+def ramp_up_correction(
+    maker: MeasuringExperienceMaker, experiences: Sequence[Experience], steps: int
+) -> dict[str, float]:
     """``--sampling.correction_warmup``: in step t, from 0, importance weights are 1 + min(1, t / steps) (w − 1)."""
     strength = min(1.0, maker.training_step / steps)
     if strength < 1.0:

@@ -104,11 +104,11 @@ class CheckedExecutor:
         return numbers
 
 
-def _is_single_turn(executor: Any) -> bool:
+def _is_single_turn(executor: object) -> bool:
     """Whether OpenRLHF's executor of single turns generates, also in a subclass."""
     from openrlhf.utils.agent import SingleTurnAgentExecutor
 
-    return type(executor).execute is SingleTurnAgentExecutor.execute
+    return getattr(type(executor), "execute", None) is SingleTurnAgentExecutor.execute
 
 
 def query_of(tokenizer: PreTrainedTokenizerBase, response: Mapping[str, Any]) -> str:
@@ -134,7 +134,7 @@ def with_checked_steps(agent: type) -> type:
     OpenRLHF 0.11.2 calls ``.item()`` of it, which ends in a bare AttributeError for a float or None.
     """
 
-    async def step(self: Any, states: dict[str, Any], **kwargs: object) -> dict[str, Any]:
+    async def step(self: object, states: dict[str, object], **kwargs: object) -> dict[str, object]:
         result = await agent.step(self, states, **kwargs)  # type: ignore[attr-defined]
         try:
             reward = reward_calls.one_number("rewards", result.get("rewards"))
@@ -163,7 +163,7 @@ class CheckedReward:
         self._reward_func = reward_func
         self._seconds = reward_calls.seconds_allowed()
 
-    async def reward_of(self, query: str, prompt: str, label: Any) -> dict[str, Any]:
+    async def reward_of(self, query: str, prompt: str, label: object) -> dict[str, Any]:
         """The function's result for one response, with floats; :class:`RewardFailed` where it fails."""
         try:
             return await asyncio.to_thread(reward_calls.call, self._reward_func, query, prompt, label, self._seconds)
@@ -180,7 +180,7 @@ class CheckedServers:
     def __init__(self, addresses: Sequence[str]) -> None:
         self._addresses = cycle(addresses)
 
-    async def reward_of(self, query: str, prompt: str, label: Any) -> dict[str, Any]:
+    async def reward_of(self, query: str, prompt: str, label: object) -> dict[str, Any]:
         """The next server's answer for one response, with floats; :class:`RewardFailed` where it gives none."""
         address = next(self._addresses)
         request = {"query": [query], "prompts": [prompt], "labels": [label]}

@@ -110,7 +110,7 @@ def test_where_asynchronous_the_round_goes_with_the_dataloader() -> None:
 def test_an_asynchronous_run_without_any_method_counts_its_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its trainer has no dataloader, and OpenRLHF's own generator counts no rounds."""
+    """Its trainer has no dataloader; the generator of samples, which counts rounds, is another actor's."""
     run_with(monkeypatch, openrlhf=("--train.async_enable",), run_dir=str(tmp_path), hardware="cpu")
     replaced = {row.attribute: row.ours for row in patches.active(current_run().training_conditions)}
     assert replaced["TrainingActor"] == "ngrpo.trainers.openrlhf.async_trainer:training_actor"
@@ -123,7 +123,7 @@ def test_an_asynchronous_run_without_any_method_counts_its_steps(
     class GenerateSamplesActor:
         def __init__(self) -> None:
             self.prompts_dataloader = Loader(range(8))
-            self.samples_generator = SimpleNamespace()
+            self.samples_generator = SimpleNamespace(rollout_round=0)
 
     class TrainingActor:
         tensorboard_logger = None
