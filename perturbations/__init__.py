@@ -7,6 +7,7 @@ importing the package costs nothing.
 """
 
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # the names below, for type checkers
@@ -44,10 +45,11 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module 'perturbations' has no attribute {name!r}; it has {', '.join(__all__)}")
-    module = import_module(f"perturbations.{_MODULE_OF[name]}")
-    return getattr(module, name)
+    if name in _MODULE_OF:
+        return getattr(import_module(f"perturbations.{_MODULE_OF[name]}"), name)
+    if find_spec(f"perturbations.{name}") is not None:
+        return import_module(f"perturbations.{name}")
+    raise AttributeError(f"module 'perturbations' has no attribute {name!r}; it has {', '.join(__all__)}")
 
 
 def __dir__() -> list[str]:

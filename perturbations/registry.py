@@ -348,11 +348,24 @@ def _run_file(path: str, source: str | None, label: str) -> ModuleType:
 
 
 def _check_overrides(cls: type, label: str) -> None:
-    """Raises ``UsageError`` for what a class defines in vain: a base class's name misspelled, or without @property."""
+    """Raises ``UsageError`` for what a class defines in vain.
+
+    That is a base class's name misspelled or without @property, and an option of a base class without an annotation,
+    which a dataclass does not see.
+    """
     of_bases = [name for base in cls.__mro__[1:] for name in (*vars(base), *get_annotations(base))]
     public_names = {name for name in of_bases if not name.startswith("_")}
     for name, value in vars(cls).items():
-        if name.startswith("_") or name in cls.option_names():
+        if name.startswith("_"):
+            continue
+        if name in cls.option_names():
+            if name not in get_annotations(cls):
+                kind = cls.__dataclass_fields__[name].type
+                word = kind if isinstance(kind, str) else getattr(kind, "__name__", str(kind))
+                raise UsageError(
+                    f"{label}: its {name} = {value!r} has no annotation, so the option keeps the base class's default."
+                    f' Write {name}: {word} = option({value!r}, "what it is").'
+                )
             continue
         if name not in public_names:
             similar = difflib.get_close_matches(name, public_names, n=1, cutoff=0.88)

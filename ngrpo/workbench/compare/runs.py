@@ -81,12 +81,20 @@ def run_config(plan: Plan, run: Run, folder: Path) -> RunConfig:
     return replace(config, specs=specs, notes=run.arm.notes)
 
 
-def eval_argv(plan: Plan, model: str, folder: Path, arm: Arm | None = None) -> list[str]:
-    """The words of ``ngrpo eval``. All models are sampled with the same draws, each with its training's chat template.
+def eval_argv(plan: Plan, model: str, folder: Path, arm: Arm | None = None, seed: int | None = None) -> list[str]:
+    """The words of ``ngrpo eval``, which renders prompts with the chat template of the training.
 
-    The perturbation stays off, unless the arm says ``perturb_eval``, as `hrpo` does: its gate is part of the policy.
+    The arms of a seed are sampled with the same draws, so that their differences are paired. Seeds have draws of their
+    own: the noise of draws that all seeds share would be no part of the spread over seeds, by which an effect is
+    judged. The perturbation stays off, unless the arm says ``perturb_eval``, as `hrpo` does: its gate is part of the
+    policy.
+
+    Args:
+        seed: of the run; None for a model that no run has trained.
     """
     argv = ["--model", model]
+    if seed is not None and not Flags(plan.evaluation or ()).has("--seed"):
+        argv += ["--seed", str(seed)]
     if not Flags(plan.evaluation or ()).has(*conversation.EVALUATION_FLAGS):
         training = Flags([*plan.shared, *(arm.training_flags if arm else ())])
         for name, value in conversation.flags_like(training).items():
@@ -183,7 +191,7 @@ def execute(plan: Plan, run: Run, folder: ComparisonFolder, on_step: OnStep) -> 
         record["peak_memory_bytes"] = command(argv, log, folder.lock, on_step)
         if plan.evaluation is not None:
             log = run_folder / "eval.log"
-            argv = eval_argv(plan, str(run_folder / "model"), run_folder / "evaluation", run.arm)
+            argv = eval_argv(plan, str(run_folder / "model"), run_folder / "evaluation", run.arm, run.seed)
             command(["eval", *argv], log, folder.lock)
         if not plan.keep_models:
             shutil.rmtree(run_folder / "model", ignore_errors=True)

@@ -45,5 +45,6 @@ def test_public_names() -> None:
     assert dir(perturbations) == perturbations.__all__
     for name in perturbations.__all__:
         assert callable(getattr(perturbations, name)), name
+    assert perturbations.parameters.attach is not None  # a module of the package, as the pages write it
     with pytest.raises(AttributeError, match=r"'nothing'.*check_perturbation"):
         perturbations.nothing  # noqa: B018

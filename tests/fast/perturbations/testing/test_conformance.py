@@ -441,6 +441,11 @@ def with_option(name: str, type_: type, default: object) -> dict[str, Any]:
             id="method in place of a property",
         ),
         pytest.param(
+            {"rate": 0.5},
+            ["its rate = 0.5 has no annotation", "Write rate: float = option(0.5,"],
+            id="option without an annotation",
+        ),
+        pytest.param(
             {"learning_rates": lambda self, name: 0.1},
             ["nothing reads its 'learning_rates'", "Did you mean 'learning_rate'?"],
             id="misspelled method",

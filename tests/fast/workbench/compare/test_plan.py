@@ -260,6 +260,15 @@ def test_evaluation_is_unperturbed_unless_the_perturbation_is_part_of_the_policy
     assert "--perturbation hrpo --perturbation.k 4" in hrpo
 
 
+def test_seeds_are_evaluated_with_draws_of_their_own_which_their_arms_share() -> None:
+    for words, seeds in (((), ["3", "4"]), (("--eval.seed", "7"), ["7", "7"])):
+        comparison = plan("--perturbations", "neighbor,gumbel", "--seeds", "3,4", *words)
+        drawn = []
+        for run in comparison.runs():
+            drawn.append(Flags(eval_argv(comparison, "m", Path("out"), run.arm, run.seed)).value("--seed"))
+        assert sorted(drawn) == sorted(seeds * len(comparison.arms))
+
+
 READING = """
 from dataclasses import dataclass
 from perturbations.options import option
