@@ -74,11 +74,12 @@ def replaced_modules(conditions: Any) -> set[str]:
 
 def test_an_unperturbed_run_has_stock_training() -> None:
     """Its draws are seeded and its order is fixed, without replay and density."""
-    assert replaced_modules(run_of(reproducible=True).conditions) == {"samples_generator", "trainer"}
+    assert replaced_modules(run_of(reproducible=True).conditions) == {"trainer"}
 
 
 def test_what_every_training_replaces() -> None:
-    of_training = {"trainer", "experience_maker", "step_advantages", "actor_trainer", "rollout_actor", "prompt_rows"}
+    of_training = {"trainer", "async_trainer", "samples_generator", "rollout_actor", "prompt_rows"}
+    of_training |= {"experience_maker", "step_advantages", "actor_trainer", "reward_model"}
     free_ports_and_killed_builds = {"processes", "build_locks"}
     assert replaced_modules([TRAINING]) == of_training | free_ports_and_killed_builds | {"short_steps"}
 
