@@ -232,8 +232,7 @@ def token_advantages_of(maker: Any, **spec: Any) -> list[list[float]]:
 def sampled(module: Any) -> dict[str, list[float]]:
     """(temperature, top_p, top_k, min_p) of a training rollout, an evaluation, and a rollout after that."""
     begin(RunConfig(specs={"perturbation": {"name": "neighbor"}}, sampling=Sampling(top_k=5, min_p=0.1)))
-    # With the perturbation's own row for the same class, in the order of the table.
-    patch.place(row for row in patches.active(("perturbation", "sampling")) if row.module == module.__name__)
+    patch.place(row for row in patches.active([patches.TRAINING]) if row.module == module.__name__)
     sampling_params: list[Any] = []
 
     def generate_responses(**kwargs: Any) -> None:
