@@ -32,19 +32,30 @@ _NUMBERS = itertools.count()
 
 
 @around
+def perturbed_core(original: Callable[..., Any], self: EngineCore, vllm_config: VllmConfig) -> Any:
+    """``EngineCore._initialize_kv_caches``: in a core that perturbs, block hashes are patched and a check is due.
+
+    A core in a process that was spawned loads this plugin inside its ``__init__``, so that is too late to be replaced.
+    """
+    perturbation = settings.read(vllm_config.additional_config)
+    if perturbation is not None:
+        patches.install([patches.IN_PERTURBED_CORE])
+        setattr(self, _DUE, perturbation.active)
+    return original(self, vllm_config)
+
+
+@around
 def checked_core(
     original: Callable[..., None], self: EngineCore, vllm_config: VllmConfig, *args: object, **kwargs: object
 ) -> None:
-    """``EngineCore.__init__``: patches block hashes, and ends with the check of a perturbed engine unless deferred."""
-    config: Any = vllm_config.additional_config
-    perturbation = settings.read(config)
-    if perturbation is not None:
-        patches.install([patches.IN_PERTURBED_CORE])
+    """``EngineCore.__init__``: ends with the check that is due, unless it is deferred.
+
+    A spawned core is checked before its first request.
+    """
     original(self, vllm_config, *args, **kwargs)
-    if perturbation is not None and perturbation.active:
-        setattr(self, _DUE, True)
-        if not config.get(settings.DEFERRED_CHECK):
-            check_before_request(self)
+    config: Any = vllm_config.additional_config
+    if getattr(self, _DUE, False) and not config.get(settings.DEFERRED_CHECK):
+        check_before_request(self)
 
 
 @around

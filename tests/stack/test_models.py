@@ -85,7 +85,7 @@ def test_an_adapter_of_an_image_text_model_is_merged() -> None:
 
 @pytest.mark.slow
 def test_in_float32_no_token_is_routed_otherwise() -> None:
-    output = run_module("benchmarks.routing", "qwen3_moe", "--dtype", "float32", "--print")
+    output = run_module("benchmarks.routing", "qwen3_moe", "--dtype", "float32", "--print").stdout
     table_rows = [line for line in output.splitlines() if "| qwen3_moe |" in line]  # DeepSpeed prints lines, too
     assert len(table_rows) == 2, output
     for table_row in table_rows:

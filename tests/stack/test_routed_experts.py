@@ -145,7 +145,7 @@ def test_after_preemptions(tied: str, trainer: Any) -> None:
 
 def test_the_v2_runner(tied: str) -> None:
     """The runner is in a process of its own, with Triton's interpreter."""
-    output = run_module("tests.stack.routed_v2", tied)
+    output = run_module("tests.stack.routed_v2", tied).stdout
     last_line = output.splitlines()[-1]
     runner, replayed_gap, unreplayed_gap = last_line.split()
     assert runner == "V2", last_line

@@ -37,8 +37,8 @@ def with_vision() -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join(paths), **UNCOMPILED}
 
 
-def run_module(module: str, *arguments: str, env: dict[str, str] | None = None) -> str:
-    """What ``python -m module *arguments`` printed; it must succeed, and its time limit is for a hang."""
+def run_module(module: str, *arguments: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """``python -m module *arguments``, which must succeed; its time limit is for a hang."""
     done = subprocess.run(
         [sys.executable, "-m", module, *arguments],
         cwd=ROOT,
@@ -49,13 +49,17 @@ def run_module(module: str, *arguments: str, env: dict[str, str] | None = None) 
         check=False,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
-    return done.stdout
+    return done
 
 
 def result_of(module: str, *arguments: str, env: dict[str, str] | None = None) -> Any:
     """The JSON on the line of the result that ``python -m module *arguments`` printed."""
-    lines = run_module(module, *arguments, env=env).splitlines()
-    result = next(line for line in lines if line.startswith(RESULT))
+    return printed_result(run_module(module, *arguments, env=env))
+
+
+def printed_result(done: subprocess.CompletedProcess[str]) -> Any:
+    """The JSON on the line of the result that a process printed."""
+    result = next(line for line in done.stdout.splitlines() if line.startswith(RESULT))
     return json.loads(result.removeprefix(RESULT))
 
 

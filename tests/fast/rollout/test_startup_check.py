@@ -151,8 +151,9 @@ def test_no_request_runs_after_a_proof_that_failed() -> None:
 
     core = core_with(Scheduler())
     core.collective_rpc = collective_rpc
+    start = startup_check.checked_core(startup_check.perturbed_core(lambda self, config: None))
     with pytest.raises(RuntimeError, match="first"):
-        startup_check.checked_core(lambda self, config: None)(core, core.vllm_config)
+        start(core, core.vllm_config)
     with pytest.raises(RuntimeError, match="second"):
         startup_check.check_before_request(core)
 
