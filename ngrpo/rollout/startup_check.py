@@ -32,7 +32,7 @@ _NUMBERS = itertools.count()
 
 
 @around
-def perturbed_core(original: Callable[..., Any], self: EngineCore, vllm_config: VllmConfig) -> Any:
+def perturbed_core(original: Callable[..., object], self: EngineCore, vllm_config: VllmConfig) -> object:
     """``EngineCore._initialize_kv_caches``: in a core that perturbs, block hashes are patched and a check is due.
 
     A core in a process that was spawned loads this plugin inside its ``__init__``, so that is too late to be replaced.

@@ -4,7 +4,6 @@
 import subprocess
 import sys
 from pathlib import Path
-from shutil import disk_usage
 from typing import Any
 
 import psutil
@@ -62,7 +61,7 @@ def test_checkpoints_without_room_are_refused() -> None:
 def test_checkpoints_that_will_be_replaced_count_as_room(tmp_path: Path) -> None:
     size = host_plan.checkpoint_bytes(args_of("--ckpt.save_steps 20"))
     assert size is not None
-    beyond = int(disk_usage(tmp_path).free // size) + 2
+    beyond = int(host_plan.disk_usage(tmp_path).free // size) + 2
     args = args_of(f"--ckpt.save_steps 20 --ckpt.max_num {beyond}")
     with pytest.raises(UsageError, match=f"{beyond} checkpoints take"):
         host_plan.check_disk(args, None)
