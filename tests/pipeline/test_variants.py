@@ -188,6 +188,7 @@ def test_an_agent_with_a_tool_between_its_turns_and_one_that_rewrites_them(
     flags += ["--train.agent_func_path", str(USER_FILES / f"{agent}.py")]
     if rewrites:
         flags += ["--train.async_enable", "--sampling.max_staleness", "0", "--data.max_samples", "12"]
+        flags += ["--eval.steps", "1"]
     summary = run(tmp_path, smollm2, *flags)
 
     def values_of(scalar: str) -> list[float]:
@@ -199,6 +200,7 @@ def test_an_agent_with_a_tool_between_its_turns_and_one_that_rewrites_them(
         assert min(values_of("train/staleness/tokens_0")) > 0.0
         assert values_of("train/staleness/tokens_1") == [0.0, 0.0]
         assert max(values_of("train/staleness/gap_0")) <= GAP
+        assert set(summary["evaluation"]["eval/eval_default_pass1"]) == {"1", "2"}, "after the last step too"
     assert set(values_of("train/turns")) == {3.0}
     for step in summary["steps"]:
         assert bool(step.get("dropped_edits", 0.0)) == rewrites
