@@ -48,14 +48,20 @@ def perturbed_core(original: Callable[..., object], self: EngineCore, vllm_confi
 def checked_core(
     original: Callable[..., None], self: EngineCore, vllm_config: VllmConfig, *args: object, **kwargs: object
 ) -> None:
-    """``EngineCore.__init__``: ends with the check that is due, unless it is deferred.
-
-    A spawned core is checked before its first request.
-    """
+    """``EngineCore.__init__``: ends with the check."""
     original(self, vllm_config, *args, **kwargs)
-    config: Any = vllm_config.additional_config
-    if getattr(self, _DUE, False) and not config.get(settings.DEFERRED_CHECK):
-        check_before_request(self)
+    check_at_start(self)
+
+
+@around
+def checked_loop(original: Callable[..., None], self: EngineCore) -> None:
+    """``run_busy_loop`` of a core in a process of its own, which begins with the check if ``__init__`` had none.
+
+    Data-parallel ranks of a mixture of experts, which step together, run the check's steps together here. Before the
+    first request to one of them, its steps would wait for the other ranks forever.
+    """
+    check_at_start(self)
+    original(self)
 
 
 @around
@@ -86,6 +92,13 @@ def with_calls_of_core(
     if not getattr(self, _PASSED, False):  # it may have started without an active perturbation
         setattr(self, _DUE, True)
     return result
+
+
+def check_at_start(core: EngineCore) -> None:
+    """Checks an engine that perturbs, unless the check is deferred."""
+    config: Any = core.vllm_config.additional_config
+    if getattr(core, _DUE, False) and not config.get(settings.DEFERRED_CHECK):
+        check_before_request(core)
 
 
 def check_when_idle(core: EngineCore) -> None:

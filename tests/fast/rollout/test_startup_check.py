@@ -158,6 +158,24 @@ def test_no_request_runs_after_a_proof_that_failed() -> None:
         startup_check.check_before_request(core)
 
 
+def test_a_core_whose_start_was_not_patched_is_checked_before_its_loop() -> None:
+    core = core_with(Scheduler())
+    startup_check.perturbed_core(lambda self, config: None)(core, core.vllm_config)
+    checks_before_loop: list[int] = []
+    loop = startup_check.checked_loop(lambda self: checks_before_loop.append(len(self.states)))
+    loop(core)
+    loop(core)
+    assert checks_before_loop == [1, 1], "it is checked once"
+
+    deferred = core_with(Scheduler())
+    deferred.vllm_config.additional_config["deferred_check"] = True
+    startup_check.perturbed_core(lambda self, config: None)(deferred, deferred.vllm_config)
+    loop(deferred)
+    assert checks_before_loop[-1] == 0
+    startup_check.check_before_request(deferred)
+    assert len(deferred.states) == 1
+
+
 @pytest.mark.parametrize(("strict", "asked"), [(False, 1), (True, 2)])
 def test_an_actors_engine_has_its_own_seed_and_check(strict: bool, asked: int, monkeypatch: pytest.MonkeyPatch) -> None:
     seeds: list[int] = []
