@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from perturbations.errors import UsageError
-from perturbations.replay.scope import flat_rows
+from perturbations.replay.flat_records import flat_rows
 
 _TOPK = (torch.topk, torch.Tensor.topk)  # the function and the method
 

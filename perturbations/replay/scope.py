@@ -10,12 +10,10 @@ Tokens and candidates pass in one call, so that the gradient and the module's ow
 LoRA adds to them) work as without a replay.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Literal
 
-import numpy as np
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
@@ -25,110 +23,7 @@ from perturbations.base import Replayed
 from perturbations.edit import Mixer, mix
 from perturbations.embeddings import nearest_tokens
 from perturbations.parameters import CausalModel, attached
-
-
-@dataclass(frozen=True)
-class FlatRecords:
-    """The records of a batch, concatenated: N positions in all."""
-
-    sample: Tensor  # index in the batch, (N,) int64
-    position: Tensor  # in the trajectory, (N,) int64
-    edit: InputEdit  # the recorded inputs
-    noise_keys: Tensor | None  # keys of the recorded noise, (N,) int64; None where no input has noise
-    seeds: Tensor  # the trajectories' seeds, (N,) int64
-
-
-def flatten(records: Sequence[ReplayRecord | None], device: torch.device) -> FlatRecords:
-    """The records of a batch, one per row or None, concatenated on a device."""
-    samples: list[int] = []  # the batch's rows with a perturbed position
-    present: list[ReplayRecord] = []  # their records
-    for sample, record in enumerate(records):
-        if record is not None and len(record):
-            samples.append(sample)
-            present.append(record)
-    if not present:
-        return _no_positions(device)
-
-    def joined(arrays: Iterable[np.ndarray], dtype: type) -> Tensor:
-        return torch.from_numpy(np.concatenate(list(arrays)).astype(dtype, copy=False)).to(device)
-
-    def joined_optional(name: str) -> Tensor | None:
-        """A field of all records, float32, with zeros for a record that lacks it; None where all lack it."""
-        arrays = [getattr(record, name) for record in present]
-        shape = next((array.shape[1:] for array in arrays if array is not None), None)
-        if shape is None:
-            return None
-        filled = []
-        for record, array in zip(present, arrays):
-            filled.append(np.zeros((len(record), *shape)) if array is None else array)
-        return joined(filled, np.float32)
-
-    width = max(record.ids.shape[1] for record in present)  # K
-
-    def widened(array: np.ndarray, mode: Literal["edge", "constant"]) -> np.ndarray:
-        """A record's candidates as (n, K): ids repeat the last one (edge), weights are filled up with 0 (constant)."""
-        missing = width - array.shape[1]
-        return np.pad(array, ((0, 0), (0, missing)), mode=mode) if missing else array
-
-    edit = InputEdit(
-        ids=joined((widened(record.ids, "edge") for record in present), np.int64),
-        weights=joined((widened(record.weights, "constant") for record in present), np.float32),
-        sigma=joined_optional("sigma"),
-        vectors=joined_optional("vectors"),
-        normalizer=joined_optional("normalizer"),
-    )
-    position = joined((record.positions for record in present), np.int64)
-    seeds = joined((np.full(len(record), record.seed, dtype=np.int64) for record in present), np.int64)
-    sample = joined((np.full(len(record), index) for index, record in zip(samples, present)), np.int64)
-    noise_keys = None if edit.sigma is None else streams.keys(seeds, position, streams.Stream.NOISE)
-    return FlatRecords(sample, position, edit, noise_keys, seeds)
-
-
-def _no_positions(device: torch.device) -> FlatRecords:
-    """The records of a batch without perturbed positions.
-
-    It has noise and a normalizer for no rows, so that learned parameters and densities take part in the graph: on
-    several ranks all must reduce the same gradients, zero among them.
-    """
-    nothing = torch.zeros(0, dtype=torch.int64, device=device)
-    no_ids = nothing.view(0, 1)
-    no_floats = nothing.float()
-    edit = InputEdit(no_ids, no_ids.float(), sigma=no_floats, normalizer=no_floats)
-    return FlatRecords(sample=nothing, position=nothing, edit=edit, noise_keys=nothing, seeds=nothing)
-
-
-def flat_rows(
-    sample: Tensor, position: Tensor, shape: tuple[int, ...], attention_mask: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """The rows of N recorded positions in a forward's flattened tokens, and whether each position is among them.
-
-    Returns rows (N,) int64, and inside (N,) bool, which is False for a position that the trainer has cut off.
-
-    Args:
-        sample: the positions' index in the batch, (N,) int64.
-        position: in their trajectories, (N,) int64.
-        shape: of the forward's tokens: (B, T) for a padded batch, (1, total) for a packed one; ``ValueError`` for
-            another.
-        attention_mask: (B, T), 1 at real tokens, padded on either side; None for a batch without left padding.
-    """
-    if attention_mask is None:
-        inside = (position < shape[1]) & (sample < shape[0])
-        return sample * shape[1] + position, inside
-    mask = attention_mask.bool()
-    lengths = mask.sum(dim=-1)
-    inside = position < lengths[sample]
-    if tuple(shape) == tuple(mask.shape):
-        first_token = mask.int().argmax(dim=-1)  # after the left padding, (B,)
-        return sample * shape[1] + first_token[sample] + position, inside
-    # The sum waits for the device, in the packed layout only. Packing the batch waits for it as well.
-    if shape[0] == 1 and shape[1] == int(lengths.sum()):
-        starts = torch.cumsum(lengths, dim=0) - lengths
-        return starts[sample] + position, inside
-    raise ValueError(
-        f"replay cannot place its records: the model was given {tuple(shape)} tokens, the attention mask is"
-        f" {tuple(mask.shape)} with {int(lengths.sum())} real tokens. Give padded batches (B, T) or packed ones"
-        " (1, total), no sequence-parallel slices (ring attention)."
-    )
+from perturbations.replay.flat_records import FlatRecords, flat_rows, flatten
 
 
 class LastHidden:

@@ -88,10 +88,10 @@ MUTATIONS = {
     ("perturbations/replay/scope.py", "perturbations/methods/test_hrpo.py"): [
         ("if module is None or scale == 1.0:", "if True:", "a module is fed scaled embeddings"),
     ],
-    ("perturbations/replay/scope.py", "perturbations/replay/test_scope.py"): [
+    ("perturbations/replay/flat_records.py", "perturbations/replay/test_scope.py"): [
         (
-            'widened(record.weights, "constant")',
-            'widened(record.weights, "edge")',
+            '_widened(record.weights, width, "constant")',
+            '_widened(record.weights, width, "edge")',
             "narrow records are widened with weights",
         ),
         (

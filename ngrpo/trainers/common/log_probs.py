@@ -16,8 +16,9 @@ from torch import Tensor
 
 from ngrpo.trainers.common.sample_records import part_of_each
 from perturbations.errors import require
+from perturbations.replay.flat_records import flat_rows
 from perturbations.replay.sampling_mask import SamplingMask
-from perturbations.replay.scope import ReplayScope, flat_rows
+from perturbations.replay.scope import ReplayScope
 from perturbations.replay.trajectory import FinishedTrajectory
 
 NO_VISIBLE_LOGITS = (

@@ -17,7 +17,7 @@ from ngrpo.methods.credits.base import Credit, LossTokens, check_results
 from ngrpo.methods.second_rounds.base import SecondRound
 from ngrpo.trainers.common.log_probs import NO_VISIBLE_LOGITS, Densities
 from ngrpo.trainers.common.sample_records import TwoRounds
-from perturbations.replay.scope import flat_rows
+from perturbations.replay.flat_records import flat_rows
 
 Loss = Callable[..., Any]
 Actions = Float[Tensor, "batch actions"]

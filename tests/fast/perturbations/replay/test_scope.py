@@ -18,7 +18,8 @@ from ngrpo.trainers.openrlhf.rollout_actor import rollout_actor
 from ngrpo.workbench.compare import runs
 from ngrpo.workbench.compare.plan import read_plan
 from perturbations import FinishedTrajectory, registry, replaying
-from perturbations.replay.scope import ReplayScope, flat_rows
+from perturbations.replay.flat_records import flat_rows
+from perturbations.replay.scope import ReplayScope
 from perturbations.replay.trajectory import OVERHEAD
 from perturbations.streams import Stream, keys, normal
 from tests.support.replay_examples import Embedder, a_record, small
