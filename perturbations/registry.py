@@ -348,37 +348,48 @@ def _run_file(path: str, source: str | None, label: str) -> ModuleType:
 
 
 def _check_overrides(cls: type, label: str) -> None:
-    """Raises ``UsageError`` for what a class defines in vain.
-
-    That is a base class's name misspelled or without @property, and an option of a base class without an annotation,
-    which a dataclass does not see.
-    """
-    of_bases = [name for base in cls.__mro__[1:] for name in (*vars(base), *get_annotations(base))]
-    public_names = {name for name in of_bases if not name.startswith("_")}
+    """Raises ``UsageError`` for what a class defines in vain, so that the base class's own value would be used."""
     for name, value in vars(cls).items():
         if name.startswith("_"):
             continue
         if name in cls.option_names():
-            if name not in get_annotations(cls):
-                kind = cls.__dataclass_fields__[name].type
-                word = kind if isinstance(kind, str) else getattr(kind, "__name__", str(kind))
-                raise UsageError(
-                    f"{label}: its {name} = {value!r} has no annotation, so the option keeps the base class's default."
-                    f' Write {name}: {word} = option({value!r}, "what it is").'
-                )
-            continue
-        if name not in public_names:
-            similar = difflib.get_close_matches(name, public_names, n=1, cutoff=0.88)
-            if similar:
-                raise UsageError(
-                    f"{label}: nothing reads its {name!r}. Did you mean {similar[0]!r}? Give a helper of your own"
-                    f" another name, such as '_{name}'."
-                )
-        elif isroutine(value) and not any(isroutine(vars(base).get(name)) for base in cls.__mro__[1:]):
+            _check_annotated(cls, name, value, label)
+        else:
+            _check_overriding(cls, name, value, label)
+
+
+def _check_annotated(cls: type, name: str, value: object, label: str) -> None:
+    """Raises ``UsageError`` for another default without an annotation, which a dataclass does not see."""
+    if name in get_annotations(cls):
+        return
+    kind = cls.__dataclass_fields__[name].type
+    word = kind if isinstance(kind, str) else getattr(kind, "__name__", str(kind))
+    raise UsageError(
+        f"{label}: its {name} = {value!r} has no annotation, so the option keeps the base class's default."
+        f' Write {name}: {word} = option({value!r}, "what it is").'
+    )
+
+
+def _check_overriding(cls: type, name: str, value: object, label: str) -> None:
+    """Raises ``UsageError`` for an attribute that is not what a base class reads: misspelled, or without @property."""
+    bases = cls.__mro__[1:]
+    public_names: set[str] = set()
+    for base in bases:
+        public_names.update(other for other in (*vars(base), *get_annotations(base)) if not other.startswith("_"))
+    if name not in public_names:
+        similar = difflib.get_close_matches(name, public_names, n=1, cutoff=0.88)
+        if similar:
             raise UsageError(
-                f"{label}: its {name!r} is a method, which is true without a call. It is read as a value:"
-                " write @property above it."
+                f"{label}: nothing reads its {name!r}. Did you mean {similar[0]!r}? Give a helper of your own"
+                f" another name, such as '_{name}'."
             )
+        return
+    is_method_of_base = any(isroutine(vars(base).get(name)) for base in bases)
+    if isroutine(value) and not is_method_of_base:
+        raise UsageError(
+            f"{label}: its {name!r} is a method, which is true without a call. It is read as a value:"
+            " write @property above it."
+        )
 
 
 def _named(cls: type, name: str) -> type:

@@ -49,18 +49,21 @@ class Gaussian(Perturbation):
         if self.base == "fuzzy":
             _, likeliest = step.top(1)  # (B, 1)
             tokens = likeliest.squeeze(-1)
-        mean = one_hot(tokens)
         if self.base == "soft":
             values, ids = step.top(self.k)  # (B, k) each
             scale = step.temperature.unsqueeze(-1) / self.tau
             mean = InputEdit(ids, torch.softmax(values * scale, dim=-1))
-        if self.sigma_of == "embedding":
-            rms = step.embeddings.rms().expand(step.sampled.shape[0])  # (B,)
         else:
-            vectors = realise(mean, step.embeddings.lookup, noise_keys=None)  # (B, D)
-            rms = vectors.float().square().mean(dim=-1).sqrt()  # (B,)
-        edit = InputEdit(mean.ids, mean.weights, sigma=self.sigma * rms)
+            mean = one_hot(tokens)
+        edit = InputEdit(mean.ids, mean.weights, sigma=self.sigma * self._unit_of_sigma(step, mean))
         return Proposal(edit, tokens)
+
+    def _unit_of_sigma(self, step: Step, mean: InputEdit) -> Tensor:
+        """The root-mean-square element that ``sigma`` is relative to: of the embedding matrix or of h, (B,)."""
+        if self.sigma_of == "embedding":
+            return step.embeddings.rms().expand(step.sampled.shape[0])
+        vectors = realise(mean, step.embeddings.lookup, noise_keys=None)  # (B, D)
+        return vectors.float().square().mean(dim=-1).sqrt()
 
     def log_density(self, replayed: Replayed) -> Tensor:
         """log N(e'; h(θ), σ² I) at the policy that drew e', with gradient to h(θ): its score is ε/σ · ∂h."""

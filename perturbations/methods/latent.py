@@ -79,9 +79,9 @@ class Latent(LikeliestTokens):
     def log_density(self, replayed: Replayed) -> Tensor:
         """Mean over the tokens mixed of −Δ_i − exp(−Δ_i), Δ_i = y_i − log p_i(θ), p at temperature 1.
 
-        A token is ignored if float32 lost its weight. With ``one_sided`` and A ≤ 0 a term with Δ_i < 0 has the
-        gradient exp(Δ_i) − 1 in log p_i instead of 1 − exp(−Δ_i), which has no bound. ``exact`` is the log-density of
-        the k largest y, and of all others being smaller than the last of them.
+        A token with a weight below float32's smallest number is left out. With ``one_sided`` and A ≤ 0 a term with
+        Δ_i < 0 has the gradient exp(Δ_i) − 1 in log p_i instead of 1 − exp(−Δ_i), which has no bound. ``exact`` is the
+        log-density of the k largest y, together with the event that all other y are smaller than the last of them.
         """
         edit = replayed.edit
         support = edit.weights > 0.0

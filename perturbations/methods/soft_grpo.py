@@ -51,8 +51,9 @@ class Gumbel(TopTokens):
     def log_density(self, replayed: Replayed) -> Tensor:
         """Mean over ids with log p_i(θ) > −3 of −g_i(θ) − exp(−g_i(θ)), g_i(θ) = clamp(y_i − log p_i(θ), −1.5, 3).
 
-        A weight that float32 lost has a y below −5, with a clamped g. ``exact`` is Σ_i log P(g_i): of
-        clamped noise, and of a lost weight's, only the bound is known.
+        A weight below float32's smallest number says only that y is below −5. Then g_i(θ) is −1.5 whatever y was, since
+        log p_i(θ) > −3. ``exact`` is Σ_i log P(g_i). Of noise that was clamped, and of the noise of such a weight, only
+        a bound is known, and P is then the probability of lying beyond it.
         """
         edit = replayed.edit
         kept = densities.distinct(edit.ids)
@@ -99,8 +100,8 @@ class Dirichlet(TopTokens):
     def log_density(self, replayed: Replayed) -> Tensor:
         """Mean over ids with p_i(θ) > 0.05 of the Gamma(α p_i(θ), 1) log-density of γ_i, clamped to [−5, 3].
 
-        A weight that float32 lost has a γ with a clamped term. ``exact`` is log Dirichlet(w; α p(θ)) of
-        the mixture.
+        A weight below float32's smallest number does not say what γ was, but γ was so small that its term is clamped.
+        ``exact`` is log Dirichlet(w; α p(θ)), the log-density of the weights.
         """
         edit = replayed.edit
         kept = densities.distinct(edit.ids)

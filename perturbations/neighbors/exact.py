@@ -53,13 +53,7 @@ class ExactIndex(TableIndex):
                 " floats."
             )
         self._block = _ROWS_CPU if shard.rows.device.type == "cpu" else _ROWS_DEVICE
-        with torch.inference_mode(False), torch.no_grad():
-            norms_of_blocks = []
-            for block in shard.rows.split(self._block):
-                squared_norms = block.double().square().sum(dim=-1)
-                norms_of_blocks.append(squared_norms.sqrt())
-            own_norms = torch.cat(norms_of_blocks)  # (n,)
-            self.norms = shard.gather(own_norms)[: shard.size]  # (V,) float64
+        self.norms = _norms(shard, self._block)  # (V,) float64
         broken = (~torch.isfinite(self.norms)).nonzero().flatten().tolist()
         if broken:
             raise UsageError(
@@ -184,3 +178,14 @@ class ExactIndex(TableIndex):
                 score = torch.where(norms > 0.0, cosine, -1.0)
             scores.append(score)
         return torch.cat(scores).float()
+
+
+def _norms(shard: Shard, block_size: int) -> Tensor:
+    """The length of every row of the matrix, (V,) float64; ``block_size`` rows are converted at once."""
+    with torch.inference_mode(False), torch.no_grad():
+        norms_of_blocks = []
+        for block in shard.rows.split(block_size):
+            squared_norms = block.double().square().sum(dim=-1)
+            norms_of_blocks.append(squared_norms.sqrt())
+        own_norms = torch.cat(norms_of_blocks)  # (n,)
+        return shard.gather(own_norms)[: shard.size]
