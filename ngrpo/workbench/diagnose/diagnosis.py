@@ -89,7 +89,8 @@ def diagnose(
     began = time.time()
     with DiagnosisFolder.opened(Path(out).expanduser(), report) as folder:
         folder.claim(settings_of(model, dataset, problems, sampling, dtype))
-        policy_by_arm = {arm.id: policy for arm, policy in zip(arms, policies or [RolloutPolicy()] * len(arms))}
+        policies = policies or [RolloutPolicy()] * len(arms)
+        policy_by_arm = {arm.id: policy for arm, policy in zip(arms, policies)}
 
         # 1. Sample the arms that the folder lacks, and draw its map.
         missing = [arm for arm in arms if not folder.has(arm, policy_by_arm[arm.id].described())]
@@ -235,7 +236,8 @@ class DiagnosisFolder(ResultFolder):
         """
         if not self.path.is_dir() or all(entry.name.startswith(".") for entry in self.path.iterdir()):
             return "unfinished"
-        finished = {row["strategy"]: _drawn(row) for row in self.lines(FINISHED, "strategy", "samples", "perturbation")}
+        rows = self.lines(FINISHED, "strategy", "samples", "perturbation")
+        finished = {row["strategy"]: _drawn(row) for row in rows}
         if any(finished.get(arm, rollouts) != rollouts for arm, rollouts in drawn.items()):
             return "other"
         if self.read(SETTINGS) != _as_read(settings):
@@ -270,7 +272,10 @@ class DiagnosisFolder(ResultFolder):
         differences = differing_conditions(row for row in self.finished.values() if "versions" in row)
         if not differences:
             return []
-        return [f"the arms differ in {', '.join(differences)} too. To sample all alike, give --out a new folder."]
+        return [
+            f"the arms differ in {', '.join(differences)}, and not in the perturbation alone. To sample all alike, give"
+            " --out a new folder."
+        ]
 
     def samples(self) -> dict[str, list[Sample]]:
         """The samples by each finished arm's id."""

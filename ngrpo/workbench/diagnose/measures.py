@@ -173,6 +173,16 @@ class PromptStatistics:
         self.tokens = per_group(lambda group: sum(len(sample.tokens) for sample in group))
 
 
+def _has_two_rewards(group: Group) -> bool:
+    """Whether the rewards of a group differ, without which GRPO has nothing to learn from it."""
+    return len({sample.reward for sample in group}) > 1
+
+
+def _is_one_trajectory(group: Group) -> bool:
+    """Whether all responses of a group have the same tokens."""
+    return len({tuple(sample.tokens) for sample in group}) == 1
+
+
 def _distinct_answers(group: Group) -> float:
     """The number of different final answers of a group, over its responses; no answer is none of them."""
     answers = {sample.extracted for sample in group if sample.extracted is not None}
@@ -182,7 +192,8 @@ def _distinct_answers(group: Group) -> float:
 def diversity(stats: PromptStatistics, draws: np.ndarray) -> np.ndarray:
     """The diversity axis of prompts ``draws`` (N, P): (N,) in [0, 1].
 
-    The mean of the normalised edit distance and the distinct final answers, scaled to 0 for a uniform group.
+    The mean of two terms: the normalised edit distance; and the share of distinct final answers, scaled so that a group
+    with a single answer has 0.
     """
     distinct = np.clip((stats.distinct * stats.group_size - 1) / (stats.group_size - 1), 0.0, 1.0)
     return ((stats.edit_distance + distinct) / 2)[draws].mean(axis=1)
@@ -255,31 +266,15 @@ def _numbers(
     facts: Mapping[str, Any],
 ) -> dict[str, Any]:
     """The measures of one arm over all its prompts; see :func:`arm_rows`."""
-    size = stats.group_size
-    right_by_group = [sum(sample.correct for sample in group) for group in groups]
-    ks = sorted({*(1 << power for power in range(size.bit_length())), size})  # powers of two up to the size, and itself
     samples = [sample for group in groups for sample in group]
     generated = sum(len(sample.tokens) for sample in samples)
-    responses_by_group = [[sample.response for sample in group] for group in groups]
-    bigrams_by_group = [[ngrams(response, 2) for response in responses] for responses in responses_by_group]
-    results_by_group = []
-    for group, question in zip(groups, questions):
-        results = [intermediate_results(sample.text, question, sample.extracted) for sample in group]
-        results_by_group.append(results)
     record_bytes = [len(sample.record.to_bytes()) for sample in samples if sample.record is not None]
     return {
         "name": arm.id,
         "perturbation": arm.spec,
         "reward": float(stats.reward.mean()),
-        "pass_at_k": {str(k): mean_of_known(pass_at_k(size, right, k) for right in right_by_group) for k in ks},
-        "diversity": {
-            "distinct_answers": float(stats.distinct.mean()),
-            "distinct_intermediate": mean_of_known(map(distinct_share, results_by_group)),
-            "self_bleu": mean_of_known(map(self_bleu, responses_by_group)),
-            "distinct_2": mean_of_known(map(distinct_share, bigrams_by_group)),
-            "edit_distance": float(stats.edit_distance.mean()),
-            "score": float(diversity(stats, stats.everyone)[0]),
-        },
+        "pass_at_k": _pass_at_powers_of_two(groups, stats.group_size),
+        "diversity": _diversity_measures(groups, questions, stats),
         "validity": {
             "parseable": float(stats.parseable.mean()),
             "repetition": float(stats.repetition.mean()),
@@ -288,16 +283,44 @@ def _numbers(
             "text_nearest": facts["text_nearest"],
             "score": float(validity(stats, baseline, stats.everyone)[0]),
         },
-        "learnable_groups": mean_of_known(len({sample.reward for sample in group}) > 1 for group in groups),
-        "single_trajectory_groups": mean_of_known(
-            len({tuple(sample.tokens) for sample in group}) == 1 for group in groups
-        ),
+        "learnable_groups": mean_of_known(map(_has_two_rewards, groups)),
+        "single_trajectory_groups": mean_of_known(map(_is_one_trajectory, groups)),
         "same_input_groups": mean_of_known(map(fed_the_same, groups)),
         "truncated": mean_of_known(not sample.ended for sample in samples),
         "relative_shift": facts.get("relative_shift"),
         "rate": sum(len(sample.perturbed) for sample in samples) / generated,
         "tokens_per_second": facts["tokens_per_second"],
         "record_bytes_per_token": sum(record_bytes) / generated if record_bytes else None,
+    }
+
+
+def _pass_at_powers_of_two(groups: Sequence[Group], size: int) -> dict[str, float | None]:
+    """Pass@k, by k, for the powers of two up to the groups' size and for the size itself."""
+    right_by_group = [sum(sample.correct for sample in group) for group in groups]
+    powers_of_two = (1 << power for power in range(size.bit_length()))
+    return {
+        str(k): mean_of_known(pass_at_k(size, right, k) for right in right_by_group)
+        for k in sorted({*powers_of_two, size})
+    }
+
+
+def _diversity_measures(
+    groups: Sequence[Group], questions: Sequence[str], stats: PromptStatistics
+) -> dict[str, float | None]:
+    """The measures of how much the responses of a group differ, each as a mean over the groups."""
+    responses_by_group = [[sample.response for sample in group] for group in groups]
+    bigrams_by_group = [[ngrams(response, 2) for response in responses] for responses in responses_by_group]
+    results_by_group = []
+    for group, question in zip(groups, questions):
+        results = [intermediate_results(sample.text, question, sample.extracted) for sample in group]
+        results_by_group.append(results)
+    return {
+        "distinct_answers": float(stats.distinct.mean()),
+        "distinct_intermediate": mean_of_known(map(distinct_share, results_by_group)),
+        "self_bleu": mean_of_known(map(self_bleu, responses_by_group)),
+        "distinct_2": mean_of_known(map(distinct_share, bigrams_by_group)),
+        "edit_distance": float(stats.edit_distance.mean()),
+        "score": float(diversity(stats, stats.everyone)[0]),
     }
 
 

@@ -124,7 +124,9 @@ def test_an_arm_of_other_software_gives_a_warning(llm: MadeUp, tmp_path: Path, m
     assert not any("differ" in line for line in run(llm, tmp_path, "none")["warnings"])
     monkeypatch.setattr(versions, "installed_vllm", lambda: "0.29")
     warnings = run(llm, tmp_path, "none,neighbor")["warnings"]
-    assert any(line.startswith("the arms differ in vllm (0.28, 0.29) too.") for line in warnings)
+    assert any(
+        line.startswith("the arms differ in vllm (0.28, 0.29), and not in the perturbation alone.") for line in warnings
+    )
 
 
 def test_another_dataset_is_refused(llm: MadeUp, tmp_path: Path) -> None:
