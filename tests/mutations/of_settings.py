@@ -170,7 +170,7 @@ MUTATIONS = {
             "[k for k in DEFAULT_KS if 1 < k < fewest]",
             "comparison: no Pass@n",
         ),
-        ("        seen[text] += 1\n", "", "comparison: equal problems are one"),
+        ("        count_before[text] += 1\n", "", "comparison: equal problems are one"),
         ('if row["correct"] not in (0, 1):', "if False:", "comparison: half right"),
         (
             "if not 0.0 < fraction <= 1.0:",

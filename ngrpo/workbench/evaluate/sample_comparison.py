@@ -4,7 +4,7 @@
 import json
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -88,46 +88,24 @@ def lines(
     if not problems:
         raise _nothing_in_common(files, sample_files)
 
-    counts = []  # by file, (n, c) of each common problem
+    counts_by_file = []  # (n, c) of each common problem
     unscored_by_file = []
     for number, file in enumerate(sample_files):
         own_names = [names[number] for names in problems]
-        counts.append([file.counts[name] for name in own_names])
+        counts_by_file.append([file.counts[name] for name in own_names])
         unscored_by_file.append(file.unscored(own_names))
-    sizes = {n for of_file in counts for n, _ in of_file}
-    fewest = min(sizes)
-    # For each problem the number of responses that every file has at least.
-    common = [min(n for n, _ in of_problem) for of_problem in zip(*counts)]
+    sizes = {n for counts in counts_by_file for n, _ in counts}
 
-    heads = ["measure", "of", "value [95%]", "cut / unreadable / timed out"]
-    rows = [[*heads, "difference [95%]", "corrected p", "could be seen"]]
-    for name, measure in measures(k, tau, fewest).items():
-        tables = []
-        for of_file in counts:
-            values = [measure(n, c, m) for (n, c), m in zip(of_file, common)]
-            tables.append(np.array([[value] for value in values]))
-        differences = [statistics.paired(table, tables[0], of_problems=True) for table in tables[1:]]
-        statistics.correct(differences)
-        for file, table, lost, difference in zip(sample_files, tables, unscored_by_file, [None, *differences]):
-            value = statistics.in_words(statistics.interval(table, share=True))
-            rows.append([name, file.name, value, shares(lost), *_difference_cells(difference)])
-
-    head = [f"{len(problems)} problems, {fewest if len(sizes) == 1 else f'{fewest} to {max(sizes)}'} responses to each"]
+    head = [f"{len(problems)} problems, {_range(sizes)} responses to each"]
     if how:
         head.append(f"paired by {how}")
     for file in sample_files:
         missing = len(file.counts) - len(problems)
         if missing:
             head.append(f"{file.name}: {missing} of its {len(file.counts)} problems are not in all files, left out")
-    notes = []
-    for file, lost in zip(sample_files, unscored_by_file):
-        if file.missing:
-            notes.append(
-                f"warning: {file.name} is unfinished: {file.missing} samples are missing. Long responses finish last,"
-                " so that short ones count too much. Run its ngrpo eval again, which goes on."
-            )
-        notes += [f"warning: {line}" for line in unscored_warnings(file.name, lost)]
-    notes += _setting_notes(sample_files)
+    rows = _rows(sample_files, counts_by_file, unscored_by_file, measures(k, tau, min(sizes)))
+    warnings = [*_sample_warnings(sample_files, unscored_by_file), *_setting_warnings(sample_files)]
+    notes = [f"warning: {warning}" for warning in warnings]
     notes += [
         "difference: to the first; * beyond noise, corrected p below 0.05 (over problems, Holm: the exact sign-flip"
         f" test where at most {statistics.MOST_FLIPPED} of them differ or all by the same, else a paired t test).",
@@ -142,34 +120,83 @@ def lines(
     return [*head, "", *text_table(rows, left=2), "", *notes]
 
 
-def _setting_notes(files: Sequence[SampleFile]) -> list[str]:
+def _range(sizes: Collection[int]) -> str:
+    """``8`` for one size, ``4 to 8`` for several."""
+    return str(min(sizes)) if len(sizes) == 1 else f"{min(sizes)} to {max(sizes)}"
+
+
+def _rows(
+    files: Sequence[SampleFile],
+    counts_by_file: Sequence[Sequence[tuple[int, int]]],
+    unscored_by_file: Sequence[Mapping[str, float | None]],
+    measures_by_name: Mapping[str, Measure],
+) -> list[list[str]]:
+    """The table: a heading, then a row for each measure of each file.
+
+    ``counts_by_file``: the number of responses to each common problem, and of right ones.
+    """
+    # For each problem the number of responses that every file has at least.
+    common = [min(n for n, _ in of_problem) for of_problem in zip(*counts_by_file)]
+    heads = ["measure", "of", "value [95%]", "cut / unreadable / timed out"]
+    rows = [[*heads, "difference [95%]", "corrected p", "could be seen"]]
+    for name, measure in measures_by_name.items():
+        tables = []  # of each file, problems × 1
+        for counts in counts_by_file:
+            values = [measure(n, c, m) for (n, c), m in zip(counts, common)]
+            tables.append(np.array([[value] for value in values]))
+        differences = [statistics.paired(table, tables[0], of_problems=True) for table in tables[1:]]
+        statistics.correct(differences)
+        for file, table, unscored_shares, difference in zip(files, tables, unscored_by_file, [None, *differences]):
+            value = statistics.in_words(statistics.interval(table, share=True))
+            rows.append([name, file.name, value, shares(unscored_shares), *_difference_cells(difference)])
+    return rows
+
+
+def _sample_warnings(files: Sequence[SampleFile], unscored_by_file: Sequence[Mapping[str, float | None]]) -> list[str]:
+    """A warning for each evaluation that is unfinished, or has many responses that a score says little of."""
+    warnings = []
+    for file, unscored_shares in zip(files, unscored_by_file):
+        if file.missing:
+            warnings.append(
+                f"{file.name} is unfinished: {file.missing} samples are missing. Long responses finish last,"
+                " so that short ones count too much. Run its ngrpo eval again, which goes on."
+            )
+        warnings += unscored_warnings(file.name, unscored_shares)
+    return warnings
+
+
+def _setting_warnings(files: Sequence[SampleFile]) -> list[str]:
     """A warning for each setting of sampling or scoring in which an evaluation differs from the first."""
-    notes = []
+    warnings = []
     first, *others = files
     first_settings = _compared(first)
     for file in others:
         for name, value in _compared(file).items():
             first_value = first_settings.get(name, value)
             if value != first_value:
-                notes.append(f"warning: {file.name} has {name} {value}, and {first.name} has {first_value}.")
-    return notes
+                warnings.append(f"{file.name} has {name} {value}, and {first.name} has {first_value}.")
+    return warnings
 
 
 def _compared(file: SampleFile) -> dict[str, Any]:
     """The settings in which two evaluations should agree, by name: how responses are drawn and judged."""
     sampling = {name: value for name, value in file.settings.get("sampling", {}).items() if name != "seed"}
     scorers = {"the scorer": file.settings["scorer"]} if "scorer" in file.settings else {}
-    digests = {f"the content of {path}": digest[:12] for path, digest in file.settings.get("scorer_files", {}).items()}
+    digest_by_path = file.settings.get("scorer_files", {})
+    digests = {f"the content of {path}": digest[:12] for path, digest in digest_by_path.items()}
     return {**sampling, **scorers, **digests}
 
 
 def _with_names(paths: Sequence[str], files: Sequence[SampleFile]) -> list[SampleFile]:
     """The files under names that differ: those of folders with one name are called by their paths."""
-    names = {file.name for file in files}
-    if len(names) < len(files):
+
+    def some_are_equal(files: Sequence[SampleFile]) -> bool:
+        return len({file.name for file in files}) < len(files)
+
+    if some_are_equal(files):
+        # A path of the form NAME=PATH has a name of the user's, which stays.
         files = [file._replace(name=path) if Path(path).exists() else file for file, path in zip(files, paths)]
-        names = {file.name for file in files}
-    if len(names) < len(files):
+    if some_are_equal(files):
         raise UsageError(f"{' '.join(paths)}: two have one name. Give each another: a=DIR b=DIR.")
     return list(files)
 
@@ -212,11 +239,12 @@ def _paired(files: Sequence[SampleFile]) -> tuple[str, list[tuple[str, ...]]]:
     if not all_have_references:
         ways.append(("their prompt", [file.texts.prompt for file in files]))
     for how, texts in ways:
-        problem_of = [{text: problem for problem, text in of_file.items()} for of_file in texts]
-        first, *further = problem_of
-        common = [text for text in first if all(text in of_file for of_file in further)]
+        # By file, its problems by their texts.
+        problem_of_text = [{text: problem for problem, text in of_file.items()} for of_file in texts]
+        first, *others = problem_of_text
+        common = [text for text in first if all(text in of_file for of_file in others)]
         if common:
-            return how, [tuple(of_file[text] for of_file in problem_of) for text in common]
+            return how, [tuple(of_file[text] for of_file in problem_of_text) for text in common]
     return "", []
 
 
@@ -275,11 +303,11 @@ def read(named_path: str, report: Report = lambda line: None) -> SampleFile:
 
 def _numbered(texts: Mapping[str, str]) -> dict[str, tuple[str, int]]:
     """Each problem's text with the number of equal ones before it."""
-    seen: Counter[str] = Counter()
+    count_before: Counter[str] = Counter()
     numbered = {}
     for problem, text in texts.items():
-        numbered[problem] = (text, seen[text])
-        seen[text] += 1
+        numbered[problem] = (text, count_before[text])
+        count_before[text] += 1
     return numbered
 
 
