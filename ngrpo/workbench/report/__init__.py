@@ -171,7 +171,8 @@ def _provenance(source: Mapping[str, Any]) -> dict[str, Any]:
             facts.append((key.capitalize(), {name: plain(value) for name, value in section.items()}))
     arms = {}
     for row in values.rows(source, "strategies"):
-        arms[str(row.get("id", row.get("name")))] = {key: row[key] for key in _PROVENANCE if key in row}
+        arm = str(row.get("id", row.get("name")))
+        arms[arm] = {key: row[key] for key in _PROVENANCE if key in row}
     seeds = dict.fromkeys(str(run.get("seed")) for run in values.rows(source, "runs"))
     texts = {
         "Command": shlex.join(map(str, source.get("command") or ())),

@@ -116,11 +116,11 @@ def line_chart(
     lines = {series: points for series, points in lines.items() if any(point.y is not None for point in points)}
     if not lines:
         return None
-    drawn = []
+    drawn_values = []
     for points in lines.values():
         for point in points:
-            drawn += [value for value in (point.y, point.low, point.high) if value is not None]
-    ys = spread(drawn, size.upward, count=size.y_ticks, share=True)
+            drawn_values += [value for value in (point.y, point.low, point.high) if value is not None]
+    ys = spread(drawn_values, size.upward, count=size.y_ticks, share=True)
     groups, readings, last_values = [], [], []
     for series, points in lines.items():
         pixels = [(xs(point.x), None if point.y is None else ys(point.y)) for point in points]
@@ -209,51 +209,50 @@ def learning(results: Mapping[str, Any], series: Mapping[str, Series]) -> dict[s
     if not steps:
         return {"order": []}
     evaluated_steps = _all_steps(evaluated)
-    width = -(-len(steps) // _MOST_BINS)
-    bins = [steps[first : first + width] for first in range(0, len(steps), width)]
-    order = [one for one in series.values() if one.name in trained]
+    order = [arm for arm in series.values() if arm.name in trained]
 
     def chart(
         key: str,
-        y_title: str,
+        runs_by_arm: Mapping[str, Sequence[Rows]],
+        bins: Sequence[Sequence[int]],
         *,
-        of: Mapping[str, Sequence[Rows]] = trained,
-        bins: Sequence[Sequence[int]] = bins,
+        title: str,
+        y_title: str,
         digits: int = 3,
         size: Size = WIDE,
-        title: str = "",
     ) -> Chart | None:
         return line_chart(
             f"learning-{key}",
-            {one: _seed_means(of[one.name], key, bins) for one in order},
+            {arm: _seed_means(runs_by_arm[arm.name], key, bins) for arm in order},
             spread(steps + evaluated_steps, size.across, count=size.x_ticks, least=1.0),
-            [_bin_label(binned) for binned in bins],
-            title=f"{title or y_title} over training steps",
+            [_bin_label(steps_of_bin) for steps_of_bin in bins],
+            title=f"{title} over training steps",
             x_title="training step",
             y_title=y_title,
             size=size,
             digits=digits,
         )
 
-    evaluations = [
-        chart(
-            key,
-            measure,
-            of=evaluated,
-            bins=[[step] for step in evaluated_steps],
-            title=f"{measure} while training, unperturbed,",
-        )
-        for key, measure in (("mean_at_n", "Mean@n"), ("pass_at_n", "Pass@n"))
-    ]
-    small_charts = [chart(key, title, digits=digits, size=drawing.SMALL) for key, title, digits in _SMALL_CHARTS]
+    evaluations = []
+    for key, measure in (("mean_at_n", "Mean@n"), ("pass_at_n", "Pass@n")):
+        one_step_each = [[step] for step in evaluated_steps]
+        title = f"{measure} while training, unperturbed,"
+        evaluations.append(chart(key, evaluated, one_step_each, title=title, y_title=measure))
+
+    width = -(-len(steps) // _MOST_BINS)
+    bins = [steps[first : first + width] for first in range(0, len(steps), width)]
+    reward_title = "Reward of the training rollouts"
+    small_charts = []
+    for key, title, digits in _SMALL_CHARTS:
+        small_charts.append(chart(key, trained, bins, title=title, y_title=title, digits=digits, size=drawing.SMALL))
     ids = [row.get("id") for row in rows(results, "strategies")]
     return {
         "order": order,
         "several": any(len(runs) > 1 for runs in trained.values()),
         "width": width,
-        "absent": [one.name for one in series.values() if one.name in ids and one.name not in trained],
+        "absent": [arm.name for arm in series.values() if arm.name in ids and arm.name not in trained],
         "evaluations": [evaluation for evaluation in evaluations if evaluation],
-        "reward": chart("reward", "Reward of the training rollouts"),
+        "reward": chart("reward", trained, bins, title=reward_title, y_title=reward_title),
         "small": [small_chart for small_chart in small_charts if small_chart],
         "samples": _samples(rows(results, "runs"), series),
     }
@@ -299,7 +298,8 @@ def _seed_means(runs: Sequence[Rows], key: str, bins: Sequence[Sequence[int]]) -
     for steps in bins:
         means = []  # of the seeds that logged the value in these steps
         for run in runs:
-            logged = [value for step in steps if (value := number(run.get(step), key)) is not None]
+            values = [number(run.get(step), key) for step in steps]
+            logged = [value for value in values if value is not None]
             if logged:
                 means.append(sum(logged) / len(logged))
         middle = sum(steps) / len(steps)
@@ -329,7 +329,11 @@ def pass_at_k(source: Mapping[str, Any], series: Mapping[str, Series]) -> dict[s
         return None
 
     gaps = {k: Point(math.log2(k)) for k in ks}
-    lines = {one: list({**gaps, **curves[one]}.values()) for one in series.values() if one in curves}
+    lines = {}
+    for arm in series.values():
+        if arm in curves:
+            point_by_k = {**gaps, **curves[arm]}  # a k that the arm lacks is a gap
+            lines[arm] = list(point_by_k.values())
     chart = line_chart(
         "pass-at-k",
         lines,

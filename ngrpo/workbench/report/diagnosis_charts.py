@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The charts of a diagnosis: its measures, diversity against validity, and the embedding map."""
 
+import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -87,7 +88,7 @@ _FAR = Mark("far", "M{:g} {:g}m-2.5 -2.5l5 5m-5 0l5 -5", "perturbed, nearest to 
 _DIAMOND = Mark("nearby", "M{:g} {:g}m-3 0l3 -3l3 3l-3 3Z", "a neighbor of a token")
 
 
-class _Axes(NamedTuple):
+class _Place(NamedTuple):
     """An arm's place in the picture of diversity and validity, with the interval of each."""
 
     series: Series
@@ -108,18 +109,18 @@ def diversity_validity(diagnosis: Mapping[str, Any], series: Mapping[str, Series
         if measure.page_heading and any(number(row, *measure.path) is not None for _, row in listed):
             columns.append(measure)
     placed = []
-    for one, row in listed:
-        scores = ends([dig(row, "validity", "score"), dig(row, "diversity", "score")])
-        if scores:
-            validity, diversity = scores
+    for arm_series, row in listed:
+        validity = number(row, "validity", "score")
+        diversity = number(row, "diversity", "score")
+        if validity is not None and diversity is not None:
             validity_ends = ends(dig(row, "intervals", "validity"))
             diversity_ends = ends(dig(row, "intervals", "diversity"))
-            placed.append(_Axes(one, row, validity, diversity, validity_ends, diversity_ends))
+            placed.append(_Place(arm_series, row, validity, diversity, validity_ends, diversity_ends))
     chart = _axes_chart(placed) if placed else None
     return {"chart": chart, "order": [arm.series for arm in placed], "columns": columns, "listed": listed}
 
 
-def _axes_chart(arms: Sequence[_Axes]) -> Chart:
+def _axes_chart(arms: Sequence[_Place]) -> Chart:
     across = [value for arm in arms for value in (arm.validity, *(arm.validity_ends or ()))]
     upward = [value for arm in arms for value in (arm.diversity, *(arm.diversity_ends or ()))]
     xs = spread(across, SQUARE.across)
@@ -172,11 +173,11 @@ def embedding_map(diagnosis: Mapping[str, Any], series: Mapping[str, Series]) ->
     perturbations = rows(map_data, "perturbations")
     if not tokens or not perturbations:
         return None
-    plane = _Plane(map_data, tokens, neighbors, [_placed(rows(row, "points")) for row in perturbations])
-    panels = [
-        plane.panel(index, row, copies, series.get(str(row.get("strategy"))))
-        for index, (row, copies) in enumerate(zip(perturbations, plane.copies))
-    ]
+    copies_by_perturbation = [_placed(rows(row, "points")) for row in perturbations]
+    plane = _Plane(map_data, tokens, neighbors, copies_by_perturbation)
+    panels = []
+    for index, (row, copies) in enumerate(zip(perturbations, copies_by_perturbation)):
+        panels.append(plane.panel(index, row, copies, series.get(str(row.get("strategy")))))
     marks = [_DOT, _NEAR, _FAR]
     if neighbors:
         marks.append(_DIAMOND)
@@ -185,7 +186,8 @@ def embedding_map(diagnosis: Mapping[str, Any], series: Mapping[str, Series]) ->
 
 
 def _placed(points: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    return [point for point in points if ends((point.get("x"), point.get("y"))) is not None]
+    """The points that have both coordinates."""
+    return [point for point in points if number(point, "x") is not None and number(point, "y") is not None]
 
 
 class _Plane:
@@ -199,17 +201,16 @@ class _Plane:
         copies: Sequence[Sequence[Mapping[str, Any]]],
     ) -> None:
         """``copies``: the perturbed copies of the tokens, one list per perturbation."""
-        self.copies = copies
-        everything = [point for points in (tokens, neighbors, *copies) for point in points]
-        self._xs = spread([point["x"] for point in everything], SQUARE.across, count=7)
-        self._ys = spread([point["y"] for point in everything], SQUARE.upward, count=7)
+        all_points = [*tokens, *neighbors, *itertools.chain.from_iterable(copies)]
+        self._xs = spread([point["x"] for point in all_points], SQUARE.across, count=7)
+        self._ys = spread([point["y"] for point in all_points], SQUARE.upward, count=7)
         self._tokens = tokens
         self._anchors = self._pixels(tokens)
         self._nearby = self._pixels(neighbors)
-        self._neighbor_readings = [
-            [x, y, -1, [f"“{token(row.get('text'))}”", "a neighbor of a token"]]
-            for row, (x, y) in zip(neighbors, self._nearby)
-        ]
+        self._neighbor_readings: list[list[Any]] = []
+        for row, (x, y) in zip(neighbors, self._nearby):
+            tooltip = [f"“{token(row.get('text'))}”", "a neighbor of a token"]
+            self._neighbor_readings.append([x, y, -1, tooltip])
         x_variance, y_variance = dig(map_data, "explained_variance") or (None, None)
         self._x_title = _component(1, x_variance)
         self._y_title = _component(2, y_variance)
@@ -280,7 +281,8 @@ def _percent(perturbation: Mapping[str, Any], key: str) -> str:
 
 def _read_as(anchor: Mapping[str, Any], copies: Sequence[Mapping[str, Any]]) -> list[str]:
     """The tooltip of a token: the tokens that its copies are nearest to, the most frequent first."""
-    counts = Counter(token(copy.get("nearest")) for copy in copies if copy.get("token") == anchor["index"])
+    own_copies = [copy for copy in copies if copy.get("token") == anchor["index"]]
+    counts = Counter(token(copy.get("nearest")) for copy in own_copies)
     ordered = sorted(counts.items(), key=lambda pair: (-pair[1], pair[0]))
     lines = [f"“{token(anchor.get('text'))}” is read as"]
     lines += [f"“{nearest}” {count}×" for nearest, count in ordered[:_MOST_READINGS]]

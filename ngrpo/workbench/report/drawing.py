@@ -158,12 +158,14 @@ def spread(
 def _round_step(rough: float) -> float:
     """The smallest of 1, 2, 2.5, 5 and 10 times a power of ten that is not below a rough step."""
     power = 10.0 ** math.floor(math.log10(rough))
-    return next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor >= rough * 0.999)
+    candidates = [power * factor for factor in (1, 2, 2.5, 5, 10)]
+    return next(candidate for candidate in candidates if candidate >= rough * 0.999)
 
 
 def _tick_labels(ticks: Sequence[float], step: float, high: float) -> list[str]:
     """Labels with as many decimals as the step has; with an exponent, ``5e−6``, where these would be many."""
-    decimals = next((digits for digits in range(_MOST_DECIMALS + 1) if math.isclose(round(step, digits), step)), None)
+    exact_decimals = [digits for digits in range(_MOST_DECIMALS + 1) if math.isclose(round(step, digits), step)]
+    decimals = exact_decimals[0] if exact_decimals else None
     if decimals is None or high >= 1e6:
         return told_apart(lambda places: [_with_exponent(tick, places) for tick in ticks], range(2, 10))
     return [f"{tick:,.{decimals}f}".replace("-", "−") for tick in ticks]

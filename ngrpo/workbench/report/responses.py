@@ -44,17 +44,20 @@ def _marked(token_row: Mapping[str, Any], notes: Sequence[str] = ()) -> dict[str
     text = raw.replace("\n", "⏎\n").replace("\t", "⇥\t")
     if not token_row.get("perturbed"):
         return {"text": text}
-    candidates = [(name, weight) for name, weight in token_row.get("candidates") or () if number(weight) is not None]
+    candidates = []
+    for name, weight in token_row.get("candidates") or ():
+        if number(weight) is not None:
+            candidates.append((name, weight))
     mixture = []
     for name, weight in candidates[:_MOST_CANDIDATES]:
-        bar = round(min(max(weight, 0.0), 1.0), 3)
-        mixture.append([token(name), format_number(weight, 3), bar])
-    lines = []
+        bar_length = round(min(max(weight, 0.0), 1.0), 3)
+        mixture.append([token(name), format_number(weight, 3), bar_length])
+    facts = []
     if len(candidates) > _MOST_CANDIDATES:
-        lines.append(f"{len(candidates) - _MOST_CANDIDATES} more")
+        facts.append(f"{len(candidates) - _MOST_CANDIDATES} more")
     if number(token_row.get("sigma")) is not None:
-        lines.append(f"noise σ = {format_number(token_row['sigma'], 4)}")
-    tip = {"title": token(raw) or "part of a character", "mixture": mixture, "notes": [*lines, *notes]}
+        facts.append(f"noise σ = {format_number(token_row['sigma'], 4)}")
+    tip = {"title": token(raw) or "part of a character", "mixture": mixture, "notes": [*facts, *notes]}
     return {"text": text.removesuffix("\n") or "…", "tail": text.endswith("\n"), "tip": tip}
 
 
@@ -73,10 +76,10 @@ def groups(runs: Sequence[Mapping[str, Any]], series: Mapping[str, Series]) -> d
     entries = []
     left_out = 0
     for name, run in first_runs.items():
-        lines = [line for line in rows(run, "groups") if rows(line, "groups")]
-        shown_lines = fitting(lines, MOST_BYTES // len(first_runs))
-        left_out += len(lines) - len(shown_lines) + int(number(run, "groups_left_out") or 0)
-        steps = [_step(line) for line in shown_lines]
+        kept_steps = [step for step in rows(run, "groups") if rows(step, "groups")]
+        shown_steps = fitting(kept_steps, MOST_BYTES // len(first_runs))
+        left_out += len(kept_steps) - len(shown_steps) + int(number(run, "groups_left_out") or 0)
+        steps = [_step(step) for step in shown_steps]
         entries.append({"name": name, "series": series.get(name), "seed": run.get("seed"), "steps": steps})
     return {"runs": entries, "left_out": left_out}
 
@@ -113,7 +116,9 @@ class _Bars:
 
 
 def _step(line: Mapping[str, Any]) -> dict[str, Any]:
-    rewards = [value for reward in rows(line, "rewards") if (value := number(reward)) is not None]
+    """A kept step for templates/groups.html: its groups, and the histogram of the rewards of all its responses."""
+    logged_rewards = map(number, rows(line, "rewards"))
+    rewards = [reward for reward in logged_rewards if reward is not None]
     bars = _Bars(rewards)
     groups: list[dict[str, Any]] = []
     for group in rows(line, "groups"):
@@ -172,7 +177,8 @@ def _answer(response: Mapping[str, Any]) -> dict[str, Any]:
             lines.append(f"advantage {format_number(advantage, 2, sign=True)}")
     tokens = []
     for index, text in enumerate(texts):
-        tokens.append(_marked({"text": text, "perturbed": index in fed, **fed.get(index, {})}, notes[index]))
+        token_row = {"text": text, "perturbed": index in fed, **fed.get(index, {})}
+        tokens.append(_marked(token_row, notes[index]))
     facts = [
         f"reward {format_number(response.get('reward'), 2)}",
         f"advantage {format_number(response.get('advantage'), 2, sign=True)}",
