@@ -180,8 +180,8 @@ MUTATIONS = {
     ],
     ("ngrpo/workbench/evaluate/missing_samples.py", _FOLDER): [
         (
-            "        earlier[prompt] += 1\n",
-            "        earlier[prompt] += name in incomplete\n",
+            "        count_before[prompt] += 1\n",
+            "        count_before[prompt] += name in incomplete\n",
             "evaluation: resumed repeats have other seeds",
         ),
         (

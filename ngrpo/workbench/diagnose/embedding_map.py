@@ -10,7 +10,7 @@ import dataclasses
 import itertools
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -85,10 +85,10 @@ def make(
     matrix = embeddings.matrix()
     index = embeddings.index("cosine")
     ids = torch.tensor([token for token, _ in tokens], device=matrix.device)
-    around, _ = index.query(ids, _AROUND)
+    neighbors_of_tokens, _ = index.query(ids, _AROUND)
     nearest_ids, _ = index.query(ids, RELATED)
-    related = [{token, *nearest} for (token, _), nearest in zip(tokens, nearest_ids.tolist())]
-    plane = Plane(matrix[torch.cat([ids, around.reshape(-1)]).unique()])
+    related_ids = [{token, *nearest} for (token, _), nearest in zip(tokens, nearest_ids.tolist())]
+    plane = Plane(matrix[torch.cat([ids, neighbors_of_tokens.reshape(-1)]).unique()])
 
     perturbations = []
     for arm, perturbation in perturbing:
@@ -96,19 +96,14 @@ def make(
         points: list[dict[str, Any]] = []
         other_tokens = 0
         for row, (token, text) in enumerate(tokens):
-            vectors, nearest, drawn = _copies(llm, perturbation, token, occurrences[token], seed)
-            other_tokens += int((drawn != token).sum())
-            for point, nearest_token in zip(plane.coordinates(vectors), nearest.tolist()):
-                decoded = tokenizer.decode([nearest_token])
-                is_same_word = decoded.strip().casefold() == text.strip().casefold()
+            copies = _copies(llm, perturbation, token, occurrences[token], seed)
+            other_tokens += int((copies.drawn != token).sum())
+            for point, nearest in zip(plane.coordinates(copies.vectors), copies.nearest.tolist()):
+                nearest_text = tokenizer.decode([nearest])
+                is_related = nearest in related_ids[row] or _is_same_word(nearest_text, text)
+                is_changed = nearest != token
                 points.append(
-                    {
-                        "token": row,
-                        **point,
-                        "nearest": decoded,
-                        "related": nearest_token in related[row] or is_same_word,
-                        "changed": nearest_token != token,
-                    }
+                    {"token": row, **point, "nearest": nearest_text, "related": is_related, "changed": is_changed}
                 )
         perturbations.append(
             {
@@ -124,7 +119,7 @@ def make(
     for (token, text), point in zip(tokens, plane.coordinates(matrix[ids])):
         token_rows.append({"id": token, "text": text, **point, "contexts": len(occurrences[token])})
     neighbor_rows = []
-    for row, neighbors in enumerate(around):
+    for row, neighbors in enumerate(neighbors_of_tokens):
         for neighbor, point in zip(neighbors.tolist(), plane.coordinates(matrix[neighbors])):
             neighbor_rows.append({"token": row, "text": tokenizer.decode([neighbor]), **point})
     return {
@@ -135,6 +130,11 @@ def make(
         "perturbations": perturbations,
         "explained_variance": plane.explained,
     }
+
+
+def _is_same_word(one: str, other: str) -> bool:
+    """Whether two texts are equal up to case and surrounding space."""
+    return one.strip().casefold() == other.strip().casefold()
 
 
 def _perturbing(arms: Sequence[Arm]) -> list[tuple[Arm, Perturbation]]:
@@ -215,20 +215,26 @@ def contexts(
         LIKELIEST.clear()
 
 
-def _copies(
-    llm: LLM, perturbation: Perturbation, token: int, steps: Sequence[Context], seed: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Perturbed copies (COPIES, D) of a token, their nearest tokens and the tokens drawn with them (COPIES,)."""
+class _Copies(NamedTuple):
+    """Perturbed copies of a token."""
+
+    vectors: Tensor  # (COPIES, D)
+    nearest: Tensor  # the token nearest to each, (COPIES,) int64
+    drawn: Tensor  # the token that the perturbation would write with each, (COPIES,) int64
+
+
+def _copies(llm: LLM, perturbation: Perturbation, token: int, steps: Sequence[Context], seed: int) -> _Copies:
+    """Perturbed copies of a token, at the steps in turn and each with a seed of its own."""
     engine = attached(llm)
     matrix = engine.embeddings.matrix()
     logits, positions = zip(*itertools.islice(itertools.cycle(steps), COPIES))
     own = torch.full((COPIES,), token, dtype=torch.int64, device=matrix.device)
-    drawn_from = [seeds.trajectory_seed(perturbation.seed, seed, token, copy) for copy in range(COPIES)]
+    seed_of_copies = [seeds.trajectory_seed(perturbation.seed, seed, token, copy) for copy in range(COPIES)]
     step = Step(
         logits=torch.stack(logits).to(matrix.device),
         sampled=own,
         temperature=torch.ones(COPIES, device=matrix.device),
-        seeds=torch.tensor(drawn_from, device=matrix.device),
+        seeds=torch.tensor(seed_of_copies, device=matrix.device),
         positions=torch.tensor(positions, device=matrix.device),
         embeddings=engine.embeddings,
     )
@@ -236,4 +242,4 @@ def _copies(
         proposal = perturbation.propose(step)
         keys = streams.keys(step.seeds, step.positions, streams.Stream.NOISE)
         vectors = realise(proposal.edit, engine.embeddings.lookup, keys, engine.module)
-    return vectors, nearest_tokens(vectors, matrix, own), proposal.tokens
+    return _Copies(vectors, nearest_tokens(vectors, matrix, own), proposal.tokens)

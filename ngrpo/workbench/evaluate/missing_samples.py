@@ -30,7 +30,10 @@ def missing_samples(
 ) -> list[tuple[Problem, int]]:
     """The problems and the numbers, below n, of the samples that are still to be drawn."""
     existing = {(sample["problem"], sample["sample"]) for sample in samples}
-    return [(problem, number) for problem in problems for number in range(n) if (problem.id, number) not in existing]
+    missing = []
+    for problem in problems:
+        missing += [(problem, number) for number in range(n) if (problem.id, number) not in existing]
+    return missing
 
 
 def sample_missing(
@@ -58,8 +61,8 @@ def sample_missing(
         The seconds that the sampling took.
     """
     if isinstance(model, str):
-        allowed = (engine_options or {}).get("trust_remote_code")
-        tokenizer = packaged.load_tokenizer(model, trust_remote_code=allowed)
+        trust_remote_code = (engine_options or {}).get("trust_remote_code")
+        tokenizer = packaged.load_tokenizer(model, trust_remote_code=trust_remote_code)
     else:
         tokenizer = model.get_tokenizer()
     prompts = {problem.id: engines.render(tokenizer, problem) for problem in problems}
@@ -111,17 +114,18 @@ def _jobs(
 ) -> list[engines.Job]:
     """The requests for missing samples, seeded by the prompt's tokens, so that --limit changes no problem's samples.
 
-    Problems with the same prompt would get equal samples; the number of earlier ones keeps their seeds apart.
+    Of several problems with the same prompt, the second and later ones have their number among them in the seed too.
+    Without it their samples would be equal.
     """
     incomplete = {problem.id for problem, _ in missing}
-    earlier: Counter[str] = Counter()
+    count_before: Counter[str] = Counter()
     prompt_and_seed = {}
     for name, prompt in prompts.items():
         if name in incomplete:
             tokens = tokenizer.encode(prompt, add_special_tokens=False)
-            repeat = [earlier[prompt]] if earlier[prompt] else []
-            prompt_and_seed[name] = (tokens, trajectory_seed(run_seed, json.dumps(tokens), *repeat))
-        earlier[prompt] += 1
+            number_among_equals = [count_before[prompt]] if count_before[prompt] else []
+            prompt_and_seed[name] = (tokens, trajectory_seed(run_seed, json.dumps(tokens), *number_among_equals))
+        count_before[prompt] += 1
     return [engines.Job(*prompt_and_seed[problem.id], sample) for problem, sample in missing]
 
 
