@@ -25,17 +25,16 @@ This page is written by `python docs/_site/cli_page.py`."""
 
 def page() -> str:
     """The page in Markdown, commands in the order of ``ngrpo --help``."""
-    parts = [INTRODUCTION, "## ngrpo", in_a_block(help_of())]
+    paragraphs = [INTRODUCTION, "## ngrpo", in_a_block(help_of())]
     for command in cli.COMMANDS:
-        text = help_of(command)
-        parts.append(f"## ngrpo {command}")
-        parts.append(in_a_block(text))
+        paragraphs.append(f"## ngrpo {command}")
+        paragraphs.append(in_a_block(help_of(command)))
         if command == "train":
-            parts.append(
+            paragraphs.append(
                 "`ngrpo train --help NAME` prints the options of a method, `ngrpo list NAME` its description too. The"
                 " tables of [perturbations](methods.md) and of [other methods](exploration.md) say what each does."
             )
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join(paragraphs) + "\n"
 
 
 def help_of(command: str | None = None) -> str:

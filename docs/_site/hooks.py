@@ -37,9 +37,10 @@ _LINK = re.compile(r"\[([^\]]+)\]\((?!https?:|#)([^)#\s]+)(#[^)]*)?\)")
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """The pages that no file holds."""
-    made = method_pages.pages()
-    made |= {page: with_links((ROOT / name).read_text(encoding="utf-8"), ROOT / name) for name, page in OUTSIDE.items()}
-    for place, content in made.items():
+    content_by_place = method_pages.pages()
+    for name, place in OUTSIDE.items():
+        content_by_place[place] = with_links((ROOT / name).read_text(encoding="utf-8"), ROOT / name)
+    for place, content in content_by_place.items():
         files.append(File.generated(config, place, content=content))
     return files
 
@@ -52,17 +53,20 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     if page.file.src_uri in method_pages.TABLES:
         markdown = re.sub(r"^(?:\| .*? \||- \*\*.*?\*\*)", _to_methods, markdown, flags=re.MULTILINE)
     markdown = markdown.replace("<!-- papers -->", paper_table.table())
-    known = {file.src_uri for file in files.documentation_pages()}
+    pages = {file.src_uri for file in files.documentation_pages()}
     up = "../" * page.file.src_uri.count("/")
 
     def linked(match: re.Match[str]) -> str:
-        return f"[{match[1]}]({up}{match[1]})" if match[1] in known else match[0]
+        return f"[{match[1]}]({up}{match[1]})" if match[1] in pages else match[0]
 
-    # Not in code, and not where it is the text or the target of a link already.
-    lines, fenced = [], False
+    # A path becomes a link outside of code, and where it is neither the text nor the target of a link already.
+    lines = []
+    is_code = False
     for line in markdown.split("\n"):
-        fenced ^= line.lstrip().startswith("```")
-        lines.append(line if fenced else re.sub(r"(?<![\w/`(\[])docs/([\w/]+\.md)(?![\w`\])])", linked, line))
+        is_code ^= line.lstrip().startswith("```")
+        if not is_code:
+            line = re.sub(r"(?<![\w/`(\[])docs/([\w/]+\.md)(?![\w`\])])", linked, line)
+        lines.append(line)
     return "\n".join(lines)
 
 
@@ -72,25 +76,35 @@ def on_page_content(html: str, **_: Any) -> str:
 
 
 def with_links(text: str, file: Path) -> str:
-    """A file's text with its links as the site has them: to pages; to what is no page, what it says and where it is."""
+    """A file's text with its links as the site has them.
+
+    A link to a file that is no page of the site becomes plain text, followed by the file's path unless the text names
+    the file already.
+    """
     docs = ROOT / "docs"
-    here = file.parent if file.is_relative_to(docs) else docs
+    folder = file.parent if file.is_relative_to(docs) else docs
 
     def link(match: re.Match[str]) -> str:
-        said, path, anchor = match[1], (file.parent / match[2]).resolve(), match[3] or ""
+        text = match[1]
+        path = (file.parent / match[2]).resolve()
+        anchor = match[3] or ""
         if not path.is_relative_to(ROOT):
             return match[0]
-        place = docs / OUTSIDE[str(path.relative_to(ROOT))] if str(path.relative_to(ROOT)) in OUTSIDE else path
+        path_in_repository = str(path.relative_to(ROOT))
+        place = path
+        if path_in_repository in OUTSIDE:
+            place = docs / OUTSIDE[path_in_repository]
         if place.is_relative_to(docs):
-            return f"[{said}]({os.path.relpath(place, here)}{anchor})"
-        return said if path.name.startswith(said.strip("`")) else f"{said} (`{path.relative_to(ROOT)}`)"
+            return f"[{text}]({os.path.relpath(place, folder)}{anchor})"
+        names_the_file = path.name.startswith(text.strip("`"))
+        return text if names_the_file else f"{text} (`{path_in_repository}`)"
 
     return _LINK.sub(link, text)
 
 
 def _to_methods(cell: re.Match[str]) -> str:
     """The names of methods in a row's first cell, or at the head of an entry, lead to their pages."""
-    pages = {name: method_pages.address(kept, name) for kept in FLAGS for name in kept.in_tree()}
+    pages = {name: method_pages.address(methods, name) for methods in FLAGS for name in methods.in_tree()}
 
     def link(match: re.Match[str]) -> str:
         return f"[{match[0]}](methods/{pages[match[1]]}.md)" if match[1] in pages else match[0]
@@ -112,6 +126,6 @@ def on_post_build(config: MkDocsConfig, **_: Any) -> None:
     """A page that asks for something from elsewhere would not open offline."""
     foreign = re.compile(r'<(?:link|script|img)\b[^>]+(?:href|src)="(https?:)?//[^"]+"')
     for page in Path(config.site_dir).rglob("*.html"):
-        found = [m[0] for m in foreign.finditer(page.read_text(encoding="utf-8")) if 'rel="canonical"' not in m[0]]
-        if found:
-            raise RuntimeError(f"{page}: {found[0]} is not of this site")
+        for match in foreign.finditer(page.read_text(encoding="utf-8")):
+            if 'rel="canonical"' not in match[0]:
+                raise RuntimeError(f"{page}: {match[0]} is not of this site")

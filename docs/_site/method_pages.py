@@ -34,34 +34,43 @@ FORMULAS = {
 
 def pages() -> dict[str, str]:
     """Markdown of every page by its place in the docs folder, perturbations first."""
-    return {f"methods/{address(kept, name)}.md": page(kept, name) for kept in FLAGS for name in kept.in_tree()}
+    markdown_by_place = {}
+    for methods in FLAGS:
+        for name in methods.in_tree():
+            markdown_by_place[f"methods/{address(methods, name)}.md"] = page(methods, name)
+    return markdown_by_place
 
 
-def address(kept: Registry, name: str) -> str:
-    """The name of a page; two kinds may have the same name, as of a perturbation and an advantage."""
-    return f"{kept.kind.replace(' ', '-')}-{name}"
+def address(methods: Registry, name: str) -> str:
+    """The file name of a method's page, without ``.md``.
+
+    The kind is part of it, since a perturbation and an advantage may have the same name.
+    """
+    return f"{methods.kind.replace(' ', '-')}-{name}"
 
 
-def page(kept: Registry, name: str) -> str:
+def page(methods: Registry, name: str) -> str:
     """One method in Markdown."""
-    cls = kept.get(name)
-    flag = FLAGS[kept]
-    parts = [f"# `{name}`", plain(inspect.cleandoc(cls.__doc__ or ""))]
-    parts += ["\n".join(_facts(kept, name, cls, flag))]
-    for method, head in FORMULAS.get(kept.kind, {}).items():
-        written = inspect.getdoc(vars(cls)[method]) if method in vars(cls) else None
-        if written:
-            parts += [f"## {head}", plain(re.split(r"\n\s*(?:Args|Returns|Raises):", written)[0])]
-    parts += [part for title, text in _told(flag, name).items() for part in (f"## {title}", text)]
-    parts += ["## Options", "\n".join(_options(kept, cls, flag))]
-    written = list(_recipes(flag.removeprefix("--"), name))
-    if written:
-        parts += [
+    cls = methods.get(name)
+    flag = FLAGS[methods]
+    paragraphs = [f"# `{name}`", plain(inspect.cleandoc(cls.__doc__ or ""))]
+    paragraphs.append("\n".join(_facts(methods, name, cls, flag)))
+    for method, heading in FORMULAS.get(methods.kind, {}).items():
+        docstring = inspect.getdoc(vars(cls)[method]) if method in vars(cls) else None
+        if docstring:
+            before_sections = re.split(r"\n\s*(?:Args|Returns|Raises):", docstring)[0]
+            paragraphs += [f"## {heading}", plain(before_sections)]
+    for heading, text in _sections_of_pages(flag, name).items():
+        paragraphs += [f"## {heading}", text]
+    paragraphs += ["## Options", "\n".join(_options(methods, cls, flag))]
+    recipes = list(_recipes(flag.removeprefix("--"), name))
+    if recipes:
+        paragraphs += [
             "## Recipes",
             "A file of flags each; you add model, task and sizes. [All recipes](../recipes.md).",
-            *written,
+            *recipes,
         ]
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join(paragraphs) + "\n"
 
 
 def plain(text: str) -> str:
@@ -70,35 +79,38 @@ def plain(text: str) -> str:
     return re.sub(r"``([^`]+)``", r"`\1`", text)
 
 
-def _facts(kept: Registry, name: str, cls: type, flag: str) -> Iterator[str]:
-    yield f"| kind | {kept.kind} |\n| --- | --- |"
+def _facts(methods: Registry, name: str, cls: type, flag: str) -> Iterator[str]:
+    """The table at the beginning of a method's page, by lines."""
+    yield f"| kind | {methods.kind} |\n| --- | --- |"
     paper = getattr(cls, "paper", "")
     if paper:
         linked = re.sub(r"arXiv (\d{4}\.\d{5})", r"[arXiv \1](https://arxiv.org/abs/\1)", paper)
         yield f"| paper | {linked} ([all papers](../methods.md#papers)) |"
     yield f"| flag | `{flag} {name}` |"
-    if kept is registry.perturbations:
+    if methods is registry.perturbations:
         yield f"| default rate | {cls.rate:g} |"  # type: ignore[attr-defined]
-        density = "density" in {field.name for field in method_texts.own_options(kept, cls)}
+        density = "density" in {field.name for field in method_texts.own_options(methods, cls)}
         yield f"| density | {'`--perturbation.density`' if density else 'none: the loss weighs the token'} |"
-    about = of_registry(kept).page.removeprefix("docs/")
+    about = of_registry(methods).page.removeprefix("docs/")
     yield f"| more | [{about.removesuffix('.md').replace('_', ' ')}](../{about}) |"
     yield f"| source | `{cls.__module__.replace('.', '/')}.py` |"
 
 
-def _options(kept: Registry, cls: type, flag: str) -> Iterator[str]:
-    own = [method_texts.option_row(cls, field) for field in method_texts.own_options(kept, cls)]
+def _options(methods: Registry, cls: type, flag: str) -> Iterator[str]:
+    """The table of a method's options, by lines."""
+    own = [method_texts.option_row(cls, field) for field in method_texts.own_options(methods, cls)]
     if own:
         yield "| option | what | values | default |\n| --- | --- | --- | --- |"
     for name, about, limits, default in own:
         yield f"| `{flag}.{name}` | {cell(about)} | {cell(limits)} | {cell(default)} |"
     if not own:
         yield "None of its own."
-    if kept is registry.perturbations:
+    if methods is registry.perturbations:
         yield "\nAnd those of the gate, which all perturbations share: [training](../training.md#the-gate)."
 
 
 def cell(text: str) -> str:
+    """A text as the cell of a table in Markdown, in which | would end it."""
     return text.replace("|", "\\|")
 
 
@@ -106,19 +118,20 @@ def tables(name: str) -> Iterator[tuple[list[str], list[str]]]:
     """The rows of all tables of a page: the table's head, the row."""
     head: list[str] = []
     for line in (ROOT / "docs" / name).read_text(encoding="utf-8").splitlines():
-        cells = [each.strip() for each in re.split(r"(?<!\\)\|", line)[1:-1]]
+        cells = [text.strip() for text in re.split(r"(?<!\\)\|", line)[1:-1]]
+        is_rule = bool(cells) and set(cells[0]) <= set("-: ")  # the line below a table's head
         if not cells:
             head = []
         elif not head:
             head = cells
-        elif not set(cells[0]) <= set("-: "):
+        elif not is_rule:
             yield head, cells
 
 
 def names(text: str, flag: str, name: str) -> bool:
     """Whether a flag takes this name in a text, alone or among others: ``--advantage psr|nsr``."""
-    taken = re.findall(rf"{re.escape(flag)} ([\w|\\]+)", text)
-    return any(name in re.split(r"[|\\]+", each) for each in taken)
+    values = re.findall(rf"{re.escape(flag)} ([\w|\\]+)", text)
+    return any(name in re.split(r"[|\\]+", value) for value in values)
 
 
 def entries() -> Iterator[tuple[str, str]]:
@@ -129,7 +142,7 @@ def entries() -> Iterator[tuple[str, str]]:
             yield head, moved(text, name)
 
 
-def _told(flag: str, name: str) -> dict[str, str]:
+def _sections_of_pages(flag: str, name: str) -> dict[str, str]:
     """What the pages say of a method: when to use it, its cost, what is implemented and what differs."""
     when, cost = [], []
     quoted = f"`{name}`"

@@ -23,20 +23,23 @@ def table() -> str:
 
 def _row(paper: dict) -> str:
     number = paper["url"].rpartition("/")[2]
-    authors = [each.get("family-names") or each["name"] for each in paper["authors"]]
-    named = " and ".join(authors) if len(authors) < 3 and "and others" not in authors else f"{authors[0]} et al."
+    names = [author.get("family-names") or author["name"] for author in paper["authors"]]
+    lists_all_authors = len(names) < 3 and "and others" not in names
+    authors = " and ".join(names) if lists_all_authors else f"{names[0]} et al."
     where = ", ".join([*_registered(number), *_pages(number), *_published(paper)])
-    return f"| [{paper['title']}]({paper['url']}) | {named}, {paper['year']} | {where} |"
+    return f"| [{paper['title']}]({paper['url']}) | {authors}, {paper['year']} | {where} |"
 
 
 def _registered(number: str) -> Iterator[str]:
-    for kept, flag in FLAGS.items():
-        for name in kept.in_tree():
-            if number in getattr(kept.get(name), "paper", ""):
-                yield f"[`{flag} {name}`](methods/{method_pages.address(kept, name)}.md)"
+    """Links to the pages of the methods that are of the paper."""
+    for methods, flag in FLAGS.items():
+        for name in methods.in_tree():
+            if number in getattr(methods.get(name), "paper", ""):
+                yield f"[`{flag} {name}`](methods/{method_pages.address(methods, name)}.md)"
 
 
 def _pages(number: str) -> Iterator[str]:
+    """Links to the pages of docs/ that have the paper's number on arXiv."""
     for page in sorted((ROOT / "docs").glob("*.md")):
         text = page.read_text(encoding="utf-8")
         if number in text:
@@ -44,6 +47,7 @@ def _pages(number: str) -> Iterator[str]:
 
 
 def _published(paper: dict) -> Iterator[str]:
-    for each in paper["identifiers"]:
-        if each["type"] == "url":
-            yield f"[{each['description']}]({each['value']})"
+    """Links to where else the paper was published."""
+    for identifier in paper["identifiers"]:
+        if identifier["type"] == "url":
+            yield f"[{identifier['description']}]({identifier['value']})"

@@ -37,11 +37,11 @@ def problems(name: str, held_out_rows: int = EVAL_ROWS) -> tuple[list[dict[str, 
     dataset, options = DATASETS[name]
 
     def rows(seed: int, size: int) -> dict[str, dict[str, str]]:
-        found: dict[str, dict[str, str]] = {}
+        row_by_question: dict[str, dict[str, str]] = {}
         for entry in reasoning_gym.create_dataset(dataset, seed=seed, size=size, **options):
             question = f"{entry['question'].strip()} Answer briefly."
-            found.setdefault(question, {"input": question, "label": str(entry["answer"])})
-        return found
+            row_by_question.setdefault(question, {"input": question, "label": str(entry["answer"])})
+        return row_by_question
 
     held_out = dict(list(rows(0, 60).items())[:held_out_rows])
     different = [row for question, row in rows(1, TRAIN_ROWS).items() if question not in held_out]
