@@ -70,8 +70,8 @@ def _plain_text(problem: evaluate.Problem) -> str:
 
 def parser() -> CommandParser:
     """The command's flags and its help."""
-    made = CommandParser("data")
-    add = made.add_argument
+    command_parser = CommandParser("data")
+    add = command_parser.add_argument
     add("name", metavar="NAME", help="the problems, see below")
     add("--from", dest="source", metavar="SRC", help="a file or hub dataset with them")
     add("--out", metavar="FILE", help="where to [data/NAME.jsonl]")
@@ -79,4 +79,4 @@ def parser() -> CommandParser:
     add("--instruction", metavar="TEXT", help="appended to each question [the answer's form, for bare questions]")
     add("--split", help="of a hub dataset")
     add("--limit", type=int, help="only the first N")
-    return made
+    return command_parser

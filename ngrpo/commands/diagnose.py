@@ -124,9 +124,9 @@ def _read(argv: Sequence[str]) -> tuple[argparse.Namespace, GroupSampling, list[
 
 def parser() -> CommandParser:
     """The command's flags and its help."""
-    made = CommandParser("diagnose")
-    made.add_problems(temperature=1.0, top_p=1.0, max_tokens=256)
-    add = made.add_argument
+    command_parser = CommandParser("diagnose")
+    command_parser.add_problems(temperature=1.0, top_p=1.0, max_tokens=256)
+    add = command_parser.add_argument
     add("--perturbations", metavar="A,B:option=value", help=f"perturbations, with commas [{_DEFAULT}]")
     add("--sweep", action="append", default=[], metavar="perturbation.OPTION=V,V",
         help="one arm per value, for each of --perturbations that has the option; may be repeated",
@@ -141,4 +141,4 @@ def parser() -> CommandParser:
     add("--hardware", default="auto", help="auto, cpu or cuda [auto]")
     add("--dtype", help="of the model, as vLLM takes it [float32 on a CPU, else auto]")
     add("--out", metavar="DIR", help="the folder [runs/<time>-diagnose]; again: continues there")
-    return made
+    return command_parser

@@ -168,16 +168,16 @@ def _sampling_and_policy(
 
 def parser() -> CommandParser:
     """The command's flags and its help."""
-    made = CommandParser("eval")
-    made.add_problems(temperature=0.6, top_p=0.95, max_tokens=4096)
-    add = made.add_argument
+    command_parser = CommandParser("eval")
+    command_parser.add_problems(temperature=0.6, top_p=0.95, max_tokens=4096)
+    add = command_parser.add_argument
     add("--adapter", metavar="DIR", help="a LoRA adapter on --model; a folder that names its base may be --model")
     add("--n", type=int, default=32, help="samples per problem [32]")
     add("--k", type=_ks, help="for Pass@k, with commas [those of 1,4,8,16,32 up to n]")
     add("--limit", type=int, help="only the first N problems")
     add("--out", metavar="DIR", help="samples.jsonl and evaluation.json [runs/<time>-eval]; again: continues there")
     add("--rescore", metavar="DIR", help="check the samples of a folder again, without generating; takes --scorer, --k")
-    return made
+    return command_parser
 
 
 def _ks(text: str) -> list[int]:

@@ -16,10 +16,10 @@ _DEFAULT = "default"  # OpenRLHF's, for a row without the column
 
 def names(flags: Flags) -> list[str]:
     """The value that OpenRLHF takes as ``datasource`` from each row of the evaluation files, in their order."""
-    found = []
+    datasources = []
     for name in local_files(_FLAG, flags.value(_FLAG)):
-        found += [str(row.get(_COLUMN, _DEFAULT)) for row in read_rows(_FLAG, name, CHECKED_ROWS)]
-    return found
+        datasources += [str(row.get(_COLUMN, _DEFAULT)) for row in read_rows(_FLAG, name, CHECKED_ROWS)]
+    return datasources
 
 
 def check(flags: Flags) -> None:

@@ -156,12 +156,13 @@ def merged_adapter(adapter: str, base: str | None = None, *, report: Report = la
     folder = Path(adapter).expanduser().absolute()
     if not adapters.is_adapter(folder):
         raise UsageError(f"adapter {adapter!r}: must be a folder with {adapters.CONFIG}, as PEFT saves it.")
-    whole = resolve(base or adapters.base_of(folder), report=report)
-    key = hashlib.sha256(f"{fingerprint(str(folder))} {fingerprint(whole) or whole}".encode()).hexdigest()[:16]
+    base_model = resolve(base or adapters.base_of(folder), report=report)
+    identity = f"{fingerprint(str(folder))} {fingerprint(base_model) or base_model}"
+    key = hashlib.sha256(identity.encode()).hexdigest()[:16]
     target = cache_dir() / f"merged-{key}"
     if not target.is_dir():
-        report(f"merging {folder} into {whole}, once: {target}")
-        _make_once(target, partial(adapters.merge, whole, folder))
+        report(f"merging {folder} into {base_model}, once: {target}")
+        _make_once(target, partial(adapters.merge, base_model, folder))
     return str(target)
 
 

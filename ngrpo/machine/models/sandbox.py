@@ -81,11 +81,11 @@ def tokenizer() -> PreTrainedTokenizerFast:
     from tokenizers.pre_tokenizers import WhitespaceSplit
     from transformers import PreTrainedTokenizerFast
 
-    made = Tokenizer(WordLevel(IDS, unk_token=UNKNOWN))
-    made.pre_tokenizer = WhitespaceSplit()
-    made.add_special_tokens([AddedToken(text, special=True) for text in (UNKNOWN, END, USER, ASSISTANT)])
+    tokenizer = Tokenizer(WordLevel(IDS, unk_token=UNKNOWN))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in (UNKNOWN, END, USER, ASSISTANT)])
     return PreTrainedTokenizerFast(
-        tokenizer_object=made,
+        tokenizer_object=tokenizer,
         unk_token=UNKNOWN,
         bos_token=USER,
         eos_token=END,

@@ -33,10 +33,10 @@ def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...] | None] | None:
     The index of .bin files has names alone, so that their shapes are None.
     """
     # In this order transformers 5.15 looks for the weights (`_get_resolved_checkpoint_files`).
-    whole = folder / "model.safetensors"
+    single_file = folder / "model.safetensors"
     index = folder / "model.safetensors.index.json"
-    if whole.is_file():
-        return _shapes_in(whole)
+    if single_file.is_file():
+        return _shapes_in(single_file)
     if index.is_file():
         shapes: dict[str, tuple[int, ...] | None] = {}
         for name in sorted(set(_weight_map(index).values())):
