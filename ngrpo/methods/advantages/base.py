@@ -71,22 +71,13 @@ class Advantage(Options, ABC):
 
         ``overlong``: which responses were cut off, (P, G) bool; ignored unless ``leaves_out_overlong``.
         """
-        label = f"advantage {self.name}:"
-        shape = tuple(rewards.shape)
-        if len(shape) != 2:
-            raise UsageError(f"{label} rewards of shape {shape}; (P, G) is needed, a row for each prompt.")
         if not self.needs:
             further = None
-        elif further is None or further.shape[:2] != rewards.shape:
-            further_shape = None if further is None else tuple(further.shape)
-            raise UsageError(
-                f"{label} {self.needs} has shape {further_shape}; its first two dimensions must be the rewards',"
-                f" {shape}: {FURTHER[self.needs]}."
-            )
+        self._check_shapes(rewards, further)
         for row, column in (~rewards.isfinite()).nonzero().tolist():
             raise UsageError(
-                f"{label} the reward of prompt {row}, response {column} is {rewards[row, column].item()}."
-                " Finite rewards are needed: repair the reward function."
+                f"advantage {self.name}: the reward of prompt {row}, response {column} is"
+                f" {rewards[row, column].item()}. Finite rewards are needed: repair the reward function."
             )
         if further is not None:
             self.check_further(further)
@@ -96,12 +87,29 @@ class Advantage(Options, ABC):
             advantages = self.formula(rewards, further)
         else:
             advantages = self._of_complete(rewards, further, complete=~overlong)
-        for row in (~advantages.isfinite()).any(-1).nonzero().flatten().tolist():
+        is_broken = (~advantages.isfinite()).any(-1)  # (P,)
+        for row in is_broken.nonzero().flatten().tolist():
             raise UsageError(
-                f"{label} formula() gives {advantages[row].tolist()} for the rewards {rewards[row].tolist()}."
-                " Finite numbers are needed: clamp before divisions, logarithms and roots."
+                f"advantage {self.name}: formula() gives {advantages[row].tolist()} for the rewards"
+                f" {rewards[row].tolist()}. Finite numbers are needed: clamp before divisions, logarithms and roots."
             )
         return advantages
+
+    def _check_shapes(self, rewards: Tensor, further: Tensor | None) -> None:
+        """Raises ``UsageError`` unless rewards are (P, G), and the numbers that are needed besides them (P, G, …)."""
+        shape = tuple(rewards.shape)
+        if len(shape) != 2:
+            raise UsageError(
+                f"advantage {self.name}: rewards of shape {shape}; (P, G) is needed, a row for each prompt."
+            )
+        if not self.needs:
+            return
+        further_shape = None if further is None else tuple(further.shape)
+        if further_shape is None or further_shape[:2] != shape:
+            raise UsageError(
+                f"advantage {self.name}: {self.needs} has shape {further_shape}; its first two dimensions must be the"
+                f" rewards', {shape}: {FURTHER[self.needs]}."
+            )
 
     def _of_complete(self, rewards: Tensor, further: Tensor | None, complete: Tensor) -> Tensor:
         """The advantages within the complete responses of each group, and 0 for the other ones, (P, G)."""

@@ -137,7 +137,10 @@ def _matrix(n: int, k: int, variant: str) -> Tensor:
     """
     rows = []
     for i in range(n):
-        rows.append([_estimate(n, k, i, j) - _baseline(n, k, variant, i, j) for j in range(n)])
+        factors = []
+        for j in range(n):
+            factors.append(_estimate(n, k, i, j) - _baseline(n, k, variant, i, j))
+        rows.append(factors)
     return torch.tensor(rows, dtype=torch.float64)
 
 

@@ -95,12 +95,14 @@ class LossTokens:
         log π(y) + z̃ − z̃_y needs no sum over the vocabulary, and its gradient to the logits is sparse.
         """
         rows = self.rows[which]
+        row_count = self.logits.shape[:-1].numel()
         # One gather for all rows of the logits, since the gradient is sparse for a gather and not for an index. Rows
         # that are not asked for gather token 0.
-        ids_and_drawn = ids.new_zeros(self.logits.shape[:-1].numel(), ids.shape[1] + 1)
+        ids_and_drawn = ids.new_zeros(row_count, ids.shape[1] + 1)
         ids_and_drawn[rows] = torch.cat([ids, self.tokens[which].unsqueeze(1)], dim=1)
         index = ids_and_drawn.view(*self.logits.shape[:-1], -1)
-        scores = self.logits.gather(-1, index, sparse_grad=True).flatten(0, -2)[rows]  # (M, K + 1)
+        scores_of_all_rows = self.logits.gather(-1, index, sparse_grad=True).flatten(0, -2)
+        scores = scores_of_all_rows[rows]  # (M, K + 1), the drawn token's last
         return self.log_probs[which].unsqueeze(1) + scores[:, :-1] - scores[:, -1:]
 
     def by_blocks(self, rows: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:

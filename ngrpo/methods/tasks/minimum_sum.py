@@ -29,7 +29,8 @@ def problems(rows: int = TRAIN_ROWS) -> Split:
 
 def solution(numbers: list[int]) -> int:
     """The smallest sum of the numbers with signs that is not negative."""
-    sums = [sum(signed_numbers) for signed_numbers in itertools.product(*((number, -number) for number in numbers))]
+    with_both_signs = [(number, -number) for number in numbers]
+    sums = [sum(signed_numbers) for signed_numbers in itertools.product(*with_both_signs)]
     return min(total for total in sums if total >= 0)
 
 

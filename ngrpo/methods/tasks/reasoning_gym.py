@@ -70,10 +70,10 @@ def generate(name: str, rows: int = TRAIN_ROWS, held_out: int = EVAL_ROWS) -> Sp
 
     train = distinct_rows(_TRAIN_SEED, rows)
     evaluation = distinct_rows(_EVAL_SEED, held_out)
-    kept = [row for text, row in train.items() if text not in evaluation]
-    if not kept:
+    only_in_training = [row for text, row in train.items() if text not in evaluation]
+    if not only_in_training:
         raise UsageError("every training question is also held out")
-    return kept, list(evaluation.values())
+    return only_in_training, list(evaluation.values())
 
 
 def label_of(name: str, entry: dict[str, Any]) -> str:
