@@ -85,9 +85,11 @@ def joined(first: Results, more: Results) -> Results:
     first_runs = [run for run in first["runs"] if run["status"] == "done" or run["id"] not in finished_now]
     runs = _union(first_runs, more["runs"], "id")
     run_ids = {run["id"] for run in first_runs}
-    repeated = [{**run, "cpu": more["machine"].get("cpu")} for run in more["runs"] if run["id"] in run_ids]
+    processor_now = more["machine"].get("cpu")
+    repeated = [{**run, "cpu": processor_now} for run in more["runs"] if run["id"] in run_ids]
     warnings = [*first.get("warnings", ()), *more.get("warnings", ()), *results.unlike_conditions(runs)]
-    processors = dict.fromkeys([*(first["machine"].get("cpu") or "").split("; "), more["machine"].get("cpu")])
+    processors_before = (first["machine"].get("cpu") or "").split("; ")
+    processors = dict.fromkeys([*processors_before, processor_now])
     return {
         **first,
         "machine": {**first["machine"], "cpu": "; ".join(filter(None, processors)) or None},

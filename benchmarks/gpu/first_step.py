@@ -53,7 +53,10 @@ def words(arguments: dict[str, Any], model: str) -> list[str]:
     }
     # "false" keeps the plan of a small GPU from adding the offload.
     offload = ["--ds.adam_offload"] if arguments["offload"] else ["--ds.adam_offload", "false"]
-    return [*(str(word) for pair in options.items() for word in pair), *offload, *arguments.get("flags", ())]
+    argv = []
+    for name, value in options.items():
+        argv += [name, str(value)]
+    return [*argv, *offload, *arguments.get("flags", ())]
 
 
 def measure(arguments: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -334,7 +337,11 @@ def _share_moved(before: dict[str, Tensor], after: dict[str, Tensor]) -> float:
 
 def _distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     """The sum of the weights' absolute differences."""
-    return sum(float((other[name].float() - weight.float()).abs().sum()) for name, weight in one.items())
+    total = 0.0
+    for name, weight in one.items():
+        difference = other[name].float() - weight.float()
+        total += float(difference.abs().sum())
+    return total
 
 
 def _size(folder: str) -> int:

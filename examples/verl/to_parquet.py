@@ -14,19 +14,24 @@ def rows(path: Path) -> list[dict]:
     """One row for each line with ``input`` and ``label``."""
     with path.open(encoding="utf-8") as lines:  # str.splitlines() would split at characters such as U+2028, too
         problems = [json.loads(line) for line in lines]
-    if any(one.get("tools") for one in problems):
+    if any(problem.get("tools") for problem in problems):
         raise SystemExit(
             f"{path}: its rows have tools, and verl shows a prompt none. Write them into a system message."
         )
-    return [
-        {
-            "prompt": one["input"] if isinstance(one["input"], list) else [{"role": "user", "content": one["input"]}],
-            "data_source": path.stem,
-            "reward_model": {"style": "rule", "ground_truth": str(one["label"])},
-            "extra_info": {"index": index},
-        }
-        for index, one in enumerate(problems)
-    ]
+    verl_rows = []
+    for index, problem in enumerate(problems):
+        messages = problem["input"]
+        if not isinstance(messages, list):
+            messages = [{"role": "user", "content": messages}]
+        verl_rows.append(
+            {
+                "prompt": messages,
+                "data_source": path.stem,
+                "reward_model": {"style": "rule", "ground_truth": str(problem["label"])},
+                "extra_info": {"index": index},
+            }
+        )
+    return verl_rows
 
 
 if __name__ == "__main__":
