@@ -101,7 +101,10 @@ def state(argv: Sequence[str], path: Path) -> Literal["finished", "unfinished", 
     args, sampling, arms = _read(argv)
     problems, dataset = problems_of(args, args.prompts, lambda line: None)
     settings = settings_of(args.model, dataset, problems, sampling, args.dtype)
-    drawn = {arm.id: (arm.spec, policy_of(arm, args.at_step, args.of_steps).described()) for arm in arms}
+    drawn = {}
+    for arm in arms:
+        policy = policy_of(arm, args.at_step, args.of_steps)
+        drawn[arm.id] = (arm.spec, policy.described())
     map_settings = map_settings_of(arms, args.tokens) if args.embedding_map else None
     return DiagnosisFolder(path).state(settings, drawn, map_settings)
 

@@ -127,28 +127,37 @@ def _read(argv: Sequence[str]) -> tuple[argparse.Namespace, RunConfig, dict[str,
     """This command's own options, the run's, and the engine's."""
     run_config = parse.run_config(argv)
     rest, engine_options = _engine_options(run_config.openrlhf)
-    kinds = (kind for kind in KINDS.values() if kind.name != "perturbation" and not kind.in_rollouts)
-    given = Flags(argv)
-    refused = {
-        **{kind.flag: (run_config.specs.get(kind.name), "Leave it out.") for kind in kinds},
-        **{flag: (given.has(flag), "Leave it out.") for flag in (parse.DRY_RUN, parse.PRINT, *_OF_TRAINING)},
-        "--engine.max_num_seqs": (run_config.max_num_seqs, "Give --vllm.max_num_seqs."),
-        "--engine.max_num_batched_tokens": (run_config.max_num_batched_tokens, "Give --vllm.max_num_batched_tokens."),
-        "--run-dir": (run_config.run_dir, "Give --out."),
-        "--log-file": (run_config.log_file, "Redirect the output: 2> FILE."),
-        "--preset": (run_config.preset, "Leave it out."),
-        "--report.groups": (run_config.report_groups, "Leave it out."),
-        "--replay.routing": (run_config.replay_routing, "Leave it out."),
-        "--eval.at_start": (run_config.eval_at_start, "Leave it out."),
-        "--sampling.*": (run_config.sampling.given(), "Evaluation has --temperature and --top-p."),
-    }
-    for flag, (value, fix) in refused.items():
-        if value:
-            raise UsageError(f"{flag} belongs to ngrpo train. {fix}")
+    _refuse_flags_of_training(argv, run_config)
     profile_for(run_config.hardware)
     args = parser().read(rest)
-    args.task, args.chat_template_kwargs = run_config.task, run_config.chat_template_kwargs
+    args.task = run_config.task
+    args.chat_template_kwargs = run_config.chat_template_kwargs
     return args, run_config, engine_options
+
+
+def _refuse_flags_of_training(argv: Sequence[str], run_config: RunConfig) -> None:
+    """Raises ``UsageError`` for a flag that only a training takes."""
+    flags = Flags(argv)
+    refused: list[tuple[str, object, str]] = []  # a flag, its value, and what to do instead
+    for kind in KINDS.values():
+        if kind.name != "perturbation" and not kind.in_rollouts:
+            refused.append((kind.flag, run_config.specs.get(kind.name), "Leave it out."))
+    for flag in (parse.DRY_RUN, parse.PRINT, *_OF_TRAINING):
+        refused.append((flag, flags.has(flag), "Leave it out."))
+    refused += [
+        ("--engine.max_num_seqs", run_config.max_num_seqs, "Give --vllm.max_num_seqs."),
+        ("--engine.max_num_batched_tokens", run_config.max_num_batched_tokens, "Give --vllm.max_num_batched_tokens."),
+        ("--run-dir", run_config.run_dir, "Give --out."),
+        ("--log-file", run_config.log_file, "Redirect the output: 2> FILE."),
+        ("--preset", run_config.preset, "Leave it out."),
+        ("--report.groups", run_config.report_groups, "Leave it out."),
+        ("--replay.routing", run_config.replay_routing, "Leave it out."),
+        ("--eval.at_start", run_config.eval_at_start, "Leave it out."),
+        ("--sampling.*", run_config.sampling.given(), "Evaluation has --temperature and --top-p."),
+    ]
+    for flag, value, fix in refused:
+        if value:
+            raise UsageError(f"{flag} belongs to ngrpo train. {fix}")
 
 
 def _sampling_and_policy(

@@ -186,8 +186,9 @@ _ALL = "all"
 
 def _words_after_help(argv: Sequence[str]) -> list[str]:
     """The words that follow ``--help`` or ``-h``, up to the next flag."""
-    at = next((place for place, word in enumerate(argv) if word in ("-h", "--help")), len(argv))
-    return list(takewhile(lambda word: not word.startswith("-"), argv[at + 1 :]))
+    up_to_help = list(takewhile(lambda word: word not in ("-h", "--help"), argv))
+    after_help = argv[len(up_to_help) + 1 :]
+    return list(takewhile(lambda word: not word.startswith("-"), after_help))
 
 
 def _sections_of_name(name: str) -> list[str]:

@@ -148,15 +148,18 @@ def launch(run: RunConfig) -> None:
 
 def worker_env(profile: Profile) -> dict[str, str]:
     """The environment of every Ray worker process; the user's own values win, except over the profile's forced ones."""
-    env = {name: os.environ.get(name, value) for name, value in {**_OPENRLHF_ENV, **profile.env}.items()}
+    defaults = {**_OPENRLHF_ENV, **profile.env}
+    env = {name: os.environ.get(name, value) for name, value in defaults.items()}
     # The processes of a cluster that was joined do not have this process's environment.
-    env |= {k: v for k, v in os.environ.items() if k.startswith(_FORWARDED_PREFIXES) and k not in _OF_A_NODE}
+    for name, value in os.environ.items():
+        if name.startswith(_FORWARDED_PREFIXES) and name not in _OF_A_NODE:
+            env[name] = value
     env |= profile.forced_env
     # The setup hook runs before Ray gives a worker the driver's sys.path; a checkout that is not
     # installed must be importable there too (Ray 2.55). On a cluster ngrpo must be installed.
     package_root = str(Path(__file__).resolve().parents[3])
     paths = [package_root, *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
-    env["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(p for p in paths if p))
+    env["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(path for path in paths if path))
     return env
 
 
