@@ -21,8 +21,8 @@ from perturbations.errors import UsageError
 _OF_DATA = {
     "split": None,
     "scorer": "auto",
-    "input_key": "input",
-    "label_key": "label",
+    "input_key": None,
+    "label_key": None,
     "instruction": None,
     "skip_unanswered": False,
 }
@@ -61,8 +61,8 @@ class CommandParser(argparse.ArgumentParser):
             default=_OF_DATA["scorer"],
             help="auto, math, choice, reasoning_gym, or a file with reward_func [auto]",
         )
-        add("--input-key", default=_OF_DATA["input_key"], help="column of prompts in OpenRLHF's layout [input]")
-        add("--label-key", default=_OF_DATA["label_key"], help="column of references in OpenRLHF's layout [label]")
+        add("--input-key", help="column of prompts [by the columns' names]")
+        add("--label-key", help="column of references [by the columns' names]")
         add("--instruction", metavar="TEXT", help="appended to each question [the answer's form, for bare questions]")
         add("--chat_template_kwargs", metavar="NAME=VALUE", help="the chat template's own arguments, with commas")
         add("--input-template", metavar="TEXT", help="a text with {} for the prompt, in place of the chat template, as"

@@ -22,6 +22,8 @@ _THOUGHT = re.compile(r"<(think|thinking)>.*?</\1>", re.DOTALL)
 _THOUGHT_BEGINS = re.compile(r"<think(?:ing)?>")
 _THOUGHT_ENDS = re.compile(r"</think(?:ing)?>")
 _BOX = re.compile(r"\\(?:boxed|fbox)")
+# A response that repeats the instruction has one, "the final answer in \boxed{}", and math-verify passes over it too.
+_EMPTY_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{\s*\}")
 _BETWEEN_BOXES = re.compile(
     r"(?=.*(?:(?<!\\),|\band\b|\bor\b))"
     r"(?:[\s$,~]|\\[() ,;:!]|\\q?quad(?![A-Za-z])|\band\b|\bor\b|\\text\{\s*,?\s*(?:and|or)?\s*\})*",
@@ -69,10 +71,10 @@ def generated(query: str, prompt: str) -> str:
 
 
 def visible(text: str) -> str:
-    """The text without its thinking. A thinking that was not closed reaches to the end."""
+    """The text without its thinking and without empty boxes. A thinking that was not closed reaches to the end."""
     without_thoughts = _THOUGHT.sub("", text)
     after_last_end = _THOUGHT_ENDS.split(without_thoughts)[-1]  # a template may have opened the thinking
-    return _THOUGHT_BEGINS.split(after_last_end)[0]
+    return _EMPTY_BOX.sub("", _THOUGHT_BEGINS.split(after_last_end)[0])
 
 
 def last_boxes(text: str) -> list[str]:

@@ -59,7 +59,7 @@ def same(gold: Answer, answer: Answer) -> bool:
     gold = _as_ratio(gold)
     answer = _as_ratio(answer)
     if gold.words or answer.words:
-        return _as_words(gold) == _as_words(answer)
+        return _as_words(gold) == _as_words(answer) or _are_same_letters(gold, answer)
     if len(gold.items) == 1 and _are_forms_of(gold, answer):
         answer = replace(answer, items=answer.items[:1], values=answer.values[:1])
     for point, assignments in ((gold, answer), (answer, gold)):
@@ -107,8 +107,22 @@ def _same_point(point: Answer, assignments: Answer) -> bool:
 
 
 def _as_words(answer: Answer) -> tuple[str, ...]:
-    """The words of an answer; a short word that was read as a product of letters, as in ``red``, is one too."""
-    return answer.words or tuple(sorted(map(letters, answer.items)))
+    """The words of an answer, sorted; a short word that was read as a product of letters, as in ``red``, is one too."""
+    return tuple(sorted(answer.words or map(letters, answer.items)))
+
+
+def _are_same_letters(gold: Answer, answer: Answer) -> bool:
+    """Whether one side lists the letters of several options, and the other writes them as one word.
+
+    The letters of a listed reference ``A, C`` may come in any order, ``CA`` too. Those of a reference ``CA`` may not:
+    it can be a ranking.
+    """
+    listed, joined = (gold, answer) if len(_as_words(gold)) > 1 else (answer, gold)
+    if not listed.words or not joined.words or len(joined.words) > 1 or any(len(word) > 1 for word in listed.words):
+        return False
+    if listed is gold:
+        return sorted(joined.words[0]) == sorted(listed.words)
+    return joined.words[0] == "".join(listed.words)
 
 
 def _as_ratio(answer: Answer) -> Answer:

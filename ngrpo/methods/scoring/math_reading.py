@@ -141,7 +141,7 @@ def read(text: str, finished: bool = False) -> Answer | None:
         return Answer(words=(form,), label=label, form=form)
     if _is_words(text, plain):
         words = _words(plain)
-        return Answer(words=words, label=label, form=", ".join(words)) if words else None
+        return Answer(words=words, label=label, form=", ".join(sorted(words))) if words else None
     if _SCALE_LEFT.search(text) or _CHANGES_NUMBER.search(plain):
         return None
     text, unit = _without_unit(text, unit)
@@ -160,10 +160,10 @@ def read(text: str, finished: bool = False) -> Answer | None:
 
 
 def _words(plain: str) -> tuple[str, ...]:
-    """The words of a list, in alphabetical order, without articles and signs."""
+    """The words of a list, in its order, without articles and signs."""
     parts = re.split(r"[,;&]|\band\b|\bor\b", re.sub(r"\\[{}]", "", plain.lower()))
     words = [re.sub(r"^(?:the|an?)\s|[^a-z0-9]", "", part.strip()) for part in parts]
-    return tuple(sorted(word for word in words if word))
+    return tuple(word for word in words if word)
 
 
 def _is_words(text: str, plain: str) -> bool:

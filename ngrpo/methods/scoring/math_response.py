@@ -86,6 +86,26 @@ SCALES = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "bil
 _SCALE = re.compile(
     rf"(?<![\d.,/])(\d+(?:,\d{{3}})*(?:\.\d+)?)(\$?){SPACE}*({TEXT}\{{)?\s*({'|'.join(SCALES)})s?\b(?(3)\s*(\}})?)"
 )
+_TEENS = "ten|eleven|twelve|thirteen|fourteen|fifteen|sixteen|seventeen|eighteen|nineteen"
+_ONES = "one|two|three|four|five|six|seven|eight|nine"
+_SMALL_NUMBERS = f"zero|{_ONES}|{_TEENS}"
+_TENS = "twenty|thirty|forty|fifty|sixty|seventy|eighty|ninety"
+# An answer that is a number in words and nothing else, but for a scale: "three", "forty-two", \text{two million}.
+_IN_WORDS = re.compile(
+    rf"^(?P<before>(?:{TEXT}\{{\s*)?)(?:(?P<tens>{_TENS})(?:[- ](?P<ones>{_ONES}))?"
+    rf"|(?P<small>{_SMALL_NUMBERS}))(?=(?:\s+(?:{'|'.join(SCALES)})s?)?\s*\}}?[.!]?$)",
+    re.I,
+)
+
+
+def _digits(match: re.Match[str]) -> str:
+    """A match of :data:`_IN_WORDS` in digits: ``forty-two`` is ``42``."""
+    small_numbers = _SMALL_NUMBERS.split("|")
+    before, tens, ones, small = match.groups()
+    if small:
+        return f"{before}{small_numbers.index(small.lower())}"
+    number = 10 * (_TENS.split("|").index(tens.lower()) + 2) + small_numbers.index((ones or "zero").lower())
+    return f"{before}{number}"
 
 
 def _scaled(match: re.Match[str]) -> str:
@@ -108,6 +128,7 @@ def _repeating(match: re.Match[str]) -> str:
 _REWRITTEN = [
     (re.compile(pattern), text)
     for pattern, text in (
+        (_IN_WORDS, _digits),
         (r"(?s)\\begin\{(cases|aligned)\}(.*?)\\end\{\1\}", lambda m: m[2].replace("&", "").replace(r"\\", ", ")),
         (r"\\(?:lor|vee)(?![A-Za-z])", ", "),
         (r"\\mbox\b", r"\\text"),
@@ -245,7 +266,7 @@ def _settled(candidate: str, *, is_stated: bool) -> str | None:
         if length_after < _LONGEST or is_stated:
             return rewritten(", ".join(formula[formula.lastgroup or 0] for formula in joined))
         return None
-    clause = _SENTENCE_ENDS.split(words.strip())[0].strip()
+    clause = _IN_WORDS.sub(_digits, _SENTENCE_ENDS.split(words.strip())[0].strip())
     if is_stated and _BOUND.search(clause):
         return ""
     is_property = re.fullmatch(r"[a-z]+", clause) and clause not in _ANSWERING_WORDS

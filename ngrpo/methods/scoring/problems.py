@@ -34,9 +34,9 @@ BENCHMARKS = {
 BOXED = "Reason step by step and put the final answer in \\boxed{}."
 LETTER = "Reason step by step and put the letter of the right option in \\boxed{}."
 INPUT = "input"
-"""The column of prompts in OpenRLHF's layout, unless another is named."""
+"""The column of prompts in OpenRLHF's layout."""
 LABEL = "label"
-"""The column of references in OpenRLHF's layout, unless another is named."""
+"""The column of references in OpenRLHF's layout."""
 
 _HUB = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(?::(?P<config>[\w.-]+))?(?:@(?P<split>[\w.-]+))?")
 # The split to take where none is named; a test set before the rest.
@@ -48,14 +48,18 @@ _PICTURES_AND_SOUNDS = ("image", "images", "video", "videos", "audio", "audios")
 _GPQA = ("Question", "Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3")
 # Options in the question itself: "(A) ...", "A. ...", "A) ..." at the start of a line.
 _LISTED = re.compile(r"^\s*\(?([A-J])[).:]\s", re.MULTILINE)
+# A reference that names options: B, (b), "A, C", "A and C", ACD, "(B) 12".
+_LETTERS = re.compile(
+    r"\(?[A-Ja-j]\)?(?:(?:\s*[,;&]\s*|\s*\band\b\s*|\s*)\(?[A-Ja-j]\)?)*|\(?[A-J][).:]\s.*", re.DOTALL
+)
 Messages = tuple[dict[str, Any], ...]
 
 
 def load_problems(
     source: str,
     *,
-    input_key: str = INPUT,
-    label_key: str = LABEL,
+    input_key: str | None = None,
+    label_key: str | None = None,
     scorer: str = "auto",
     limit: int | None = None,
     split: str | None = None,
@@ -69,8 +73,9 @@ def load_problems(
     Args:
         source: a name of :data:`BENCHMARKS`, a JSONL, JSON, CSV or parquet file, or a hub dataset
             ``owner/name[:config][@split]``.
-        input_key: column of prompts. Another than :data:`INPUT` must be in every row, and is read before any layout.
-        label_key: column of references, likewise; without an ``input_key`` it goes with the column of questions.
+        input_key: column of prompts. It must be in every row, and is read before any layout; None: by the layout.
+        label_key: column of references, likewise; without an ``input_key`` it goes with :data:`INPUT`, else with the
+            column of questions.
         scorer: ``auto`` (by layout), or one of :func:`ngrpo.workbench.evaluate.score`'s.
         limit: only the first N.
         split: of a hub dataset; the same as ``@split``.
@@ -118,6 +123,7 @@ def load_problems(
                 f"{where} has no answer ({layout} layout; columns {', '.join(row)}). Add the reference, or leave such"
                 " rows out with --skip-unanswered."
             )
+    _report_options_without_letter(source, problems, report)
     if len(problems) < len(rows):
         report(f"{len(rows) - len(problems)} of {len(rows)} problems of {source} have no answer and are left out")
     if not problems:
@@ -152,6 +158,21 @@ def with_readable_answer(where: str, problem: Problem) -> Problem:
             f"{where}: the answer {problem.answer!r} is not a letter from A to {letters[-1]}, as scorer choice needs."
         )
     return replace(problem, answer=letter)
+
+
+def _report_options_without_letter(source: str, problems: Sequence[Problem], report: Report) -> None:
+    """Warns of questions with options whose reference is no letter, such as an option's index: math compares it."""
+    unlettered = []
+    for problem in problems:
+        if problem.scorer == "math" and _lists_options(problem.messages) and not _LETTERS.fullmatch(problem.answer):
+            unlettered.append(problem)
+    if unlettered:
+        first = unlettered[0]
+        report(
+            f"warning: {len(unlettered)} questions of {source} list options, and the reference is no letter"
+            f" ({first.answer!r} in {first.id}). Scorer math compares the reference itself, so a response with the"
+            " letter of its option is wrong. Write the letter, or ask for what the reference has, with --instruction."
+        )
 
 
 def _with_instruction(problem: Problem, instruction: str) -> Problem:
@@ -228,32 +249,32 @@ def offline_if_unreachable(name: str) -> Iterator[None]:
 
 
 def _layout(
-    where: str, row: Row, answered: bool, input_key: str, label_key: str, scorer: str
+    where: str, row: Row, answered: bool, input_key: str | None, label_key: str | None, scorer: str
 ) -> tuple[str, Callable[[Row], Problem]]:
     """The name of a row's layout, and its reader: a problem without id and instruction.
 
     ``answered``: whether a question may lack the column of its answer, as another row has it.
     """
-    has_named_input = input_key != INPUT
-    has_named_label = label_key != LABEL
-    if has_named_input:
+    if input_key is not None:
         _check_column(where, row, "--input-key", input_key)
-    if has_named_label:
+    if label_key is not None:
         _check_column(where, row, "--label-key", label_key)
-    names_columns = has_named_input or has_named_label
+    names_columns = input_key is not None or label_key is not None
+    prompts = INPUT if input_key is None else input_key
+    labels = LABEL if label_key is None else label_key
     takes_any_label = scorer.endswith(".py")
     if not names_columns and "prompt" in row and "reward_model" in row:
         return "verl", lambda row: _verl(row, takes_any_label=takes_any_label)
-    if input_key in row:
-        return "OpenRLHF", lambda row: _openrlhf(row, input_key, label_key, takes_any_label=takes_any_label)
+    if prompts in row:
+        return "OpenRLHF", lambda row: _openrlhf(row, prompts, labels, takes_any_label=takes_any_label)
     if not names_columns and set(_GPQA) <= row.keys():
         return "GPQA", _gpqa
-    answers = (label_key,) if has_named_label else _ANSWERS
+    answers = _ANSWERS if label_key is None else (label_key,)
     if any(name in row for name in _QUESTIONS) and (answered or any(name in row for name in answers)):
         return "question and answer", lambda row: _question(row, answers, takes_any_label=takes_any_label)
     raise UsageError(
         f"{where} has an unknown layout: the columns are {', '.join(row)}. Known: verl's prompt and reward_model;"
-        f" {input_key!r} and {label_key!r} (other columns with --input-key and --label-key); one of"
+        f" {prompts!r} and {labels!r} (other columns with --input-key and --label-key); one of"
         f" {', '.join(_QUESTIONS)} with one of {', '.join(_ANSWERS)}; GPQA's Question, Correct Answer, Incorrect"
         " Answer 1 to 3."
     )
@@ -354,9 +375,14 @@ def _question(row: Row, answers: Sequence[str], *, takes_any_label: bool) -> Pro
 
 def _guessed(messages: Messages, answer: str) -> Problem:
     """Scored by ``choice`` where the answer is a letter and the question lists options A and B, else by ``math``."""
-    lists_options = {"A", "B"} <= set(_LISTED.findall(messages[-1]["content"]))
     is_letter = re.fullmatch(r"\(?[A-Ja-j]\)?", answer) is not None
-    return Problem(id="", messages=messages, answer=answer, scorer="choice" if lists_options and is_letter else "math")
+    scorer = "choice" if is_letter and _lists_options(messages) else "math"
+    return Problem(id="", messages=messages, answer=answer, scorer=scorer)
+
+
+def _lists_options(messages: Messages) -> bool:
+    """Whether the last message has options A and B, each at the beginning of a line."""
+    return {"A", "B"} <= set(_LISTED.findall(messages[-1]["content"]))
 
 
 def _messages(value: Any) -> Messages:

@@ -78,6 +78,8 @@ VERL = {"prompt": [{"role": "user", "content": "verl's"}], "reward_model": {"gro
         ({**VERL, "gold": "4"}, {"label_key": "gold"}, f"verl's\n\n{BOXED}", "4"),
         ({**VERL, "mine": "2 + 2?", "gold": "4"}, {"input_key": "mine", "label_key": "gold"}, "2 + 2?", "4"),
         ({**VERL, "mine": "2 + 2?", "label": "4"}, {"input_key": "mine"}, "2 + 2?", "4"),
+        ({**VERL, "input": "2 + 2?", "label": "4"}, {"input_key": "input"}, "2 + 2?", "4"),
+        ({"question": "2 + 2?", "answer": "Four.", "label": "4"}, {"label_key": "label"}, f"2 + 2?\n\n{BOXED}", "4"),
     ],
 )
 def test_named_columns_are_read_before_any_layout(
@@ -90,6 +92,8 @@ def test_named_columns_are_read_before_any_layout(
 @pytest.mark.parametrize(
     ("keys", "says"),
     [
+        ({"input_key": "input"}, r"row 1 has no column 'input' \(--input-key\)\."),
+        ({"label_key": "label"}, r"row 1 has no column 'label' \(--label-key\)\."),
         ({"input_key": "my_promt"}, r"row 1 has no column 'my_promt' \(--input-key\)\. Did you mean 'my_prompt'\?"),
         ({"label_key": "anwser"}, r"row 1 has no column 'anwser' \(--label-key\)\. Did you mean 'answer'\?"),
     ],
@@ -129,6 +133,23 @@ def test_a_column_of_choices_without_any_is_a_question(tmp_path: Path, choices: 
     path = tmp_path / "a.jsonl"
     path.write_text(ASKED + CHOICES % choices)
     assert [problem.answer for problem in load_problems(str(path))] == ["4", "1"]
+
+
+def test_options_with_a_reference_that_is_no_letter_are_warned_of(tmp_path: Path) -> None:
+    question = "2 + 2?\nA) 3\nB) 4\nC) 5"
+    letters = [{"question": question, "answer": answer} for answer in ("B", "(b)", "A, C", "A and C", "AC", "(B) 4")]
+    reports: list[str] = []
+    load_problems(jsonl(tmp_path / "letters.jsonl", *letters), report=reports.append)
+    load_problems(jsonl(tmp_path / "plain.jsonl", {"question": "2 + 2?", "answer": 4}), report=reports.append)
+    assert reports == []
+    mixed = jsonl(
+        tmp_path / "mixed.jsonl", letters[0], {"question": question, "answer": 1}, {**letters[0], "answer": "4"}
+    )
+    load_problems(mixed, report=reports.append)
+    (warning,) = reports
+    assert (
+        "warning: 2 questions" in warning and "no letter ('1' in mixed-1)" in warning and "Write the letter" in warning
+    )
 
 
 def test_gpqa_is_shuffled_alike_in_every_run(tmp_path: Path) -> None:
