@@ -184,6 +184,9 @@ OPENRLHF: tuple[Patch, ...] = (
     _row("openrlhf.models.model", "_get_reward_model", f"{_TRAINERS}.reward_model:checked_reward_model", TRAINING,
         "sha:b1c2c94d82b1",
         "transformers initialises a head that a reward model's files lack at random, and the run would train on it."),
+    _row("openrlhf.models.model", "get_llm_for_sequence_regression", f"{_TRAINERS}.reward_model:with_compared_tokens",
+        TRAINING, "sha:e5ec1d560371", "A hub model is here once it has loaded, and then its tokens are compared. It"
+        " calls from_pretrained of _get_reward_model's class, and prefers a config.json's value_head_prefix."),
     _row(_MODEL, "Actor.__init__", f"{_TRAINERS}.model_actors:actor_init", "perturbation", "sha:ed617cb47dde",
         "A perturbation's learned parameters join the model before DeepSpeed wraps it."),
     _row(_MODEL, "Actor.__init__", f"{_TRAINERS}.lora_sync:checked_actor", "lora", "sha:ed617cb47dde",
@@ -212,9 +215,6 @@ OPENRLHF: tuple[Patch, ...] = (
         "It uses the length and the method select of what our blending_datasets returns."),
     _row("openrlhf.datasets.prompts_dataset", "PromptDataset", None, TRAINING, "sha:c67a76171e1f",
         "It goes through our rows once, and each is a dictionary."),
-    _row("openrlhf.models.model", "get_llm_for_sequence_regression", None, TRAINING, "sha:e5ec1d560371",
-        "It prefers value_head_prefix of a config.json to the flag, and calls from_pretrained of the class that"
-        " _get_reward_model makes."),
     _row(_MODEL, "Actor.forward", None, "perturbation or sampling_mask or credit", "sha:65d2a2a0e02a",
         "It calls log_probs_from_logits once, with all rows of the logits divided by the temperature, and returns"
         " their entropy."),

@@ -60,10 +60,12 @@ def check(complete: CompleteRun) -> str | None:
     """
     reasons = []
     for flag, name in _named(complete.flags):
+        _check_whole(flag, name)
         local = find_local(flag, name)
         if local is None:
-            end = " A reward model that does not fit ends the run once it has loaded." if flag == REWARD else ""
-            reasons.append(f"not checked: {flag} {name}, which is not here.{end}")
+            reasons.append(
+                f"not checked: {flag} {name}, which is not here. One that does not fit ends the run once it has loaded."
+            )
             continue
         weights = weight_files(local.folder, subject=str(local))
         if weights:
@@ -114,10 +116,28 @@ def _path(name: str) -> Path:
     return packaged.folder_of(name) if name in packaged.PACKAGED else Path(name).expanduser()
 
 
+def _check_whole(flag: str, name: str) -> None:
+    """Raises ``UsageError`` for a folder with a LoRA adapter, with which OpenRLHF ends after its models have loaded.
+
+    It reads the type of the model from a config.json, which PEFT does not write. Where there is one, transformers loads
+    the adapter's base model, and leaves its head random.
+    """
+    if not (_path(name) / adapters.CONFIG).is_file():
+        return
+    merged = "AutoPeftModelForSequenceClassification.from_pretrained(ADAPTER, num_labels=1).merge_and_unload()"
+    fix = f"Merge it with its base model: peft.{merged}.save_pretrained(FOLDER), where the base or the adapter"
+    fix += " (modules_to_save) has the head. Save the tokenizer there too, and give FOLDER."
+    if flag == CRITIC:
+        fix = f"Merge it with its base model (ngrpo model merge {name} FOLDER), and give FOLDER."
+    raise UsageError(
+        f"{flag} {name}: has a LoRA adapter ({adapters.CONFIG}), and OpenRLHF 0.11.2 loads whole models here. {fix}"
+    )
+
+
 def find_local(flag: str, name: str) -> Local | None:
     """The model with its folder, in the hub's cache too; None for one that is not here, or not made yet."""
     config_path = architecture.find_config(name)
-    if config_path is None or adapters.is_adapter(config_path.parent):
+    if config_path is None:
         return None
     return Local(flag, name, config_path.parent)
 

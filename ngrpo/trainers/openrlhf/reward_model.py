@@ -1,13 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""OpenRLHF's reward model: a weight that its files lack ends the run; transformers would leave it random."""
+"""OpenRLHF's reward model and critic, once they have loaded.
 
+A weight that a reward model's files lack ends the run; transformers would leave it random. So do other tokens than the
+policy's in a model of the hub, whose tokens a start cannot compare.
+"""
+
+import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from ngrpo.config import reward_and_critic
-from ngrpo.config.reward_and_critic import REWARD
+from ngrpo.config.reward_and_critic import CRITIC, REWARD
 from ngrpo.config.run import current_run
+from ngrpo.machine.models import packaged
 from ngrpo.machine.models.weight_files import tensor_shapes
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.machine.upstream.patch import around
@@ -30,10 +37,7 @@ def checked_reward_model(original: Callable[..., type], *args: object, **kwargs:
 
 
 def check_loaded(name: str, model: Any, loading: dict[str, Any]) -> None:
-    """Raises ``UsageError`` for weights that were initialised at random, and a hub model that reads ids otherwise.
-
-    A start has checked the tokens of a model in a folder (`ngrpo/config/reward_and_critic.py`).
-    """
+    """Raises ``UsageError`` for weights that were initialised at random."""
     local = reward_and_critic.find_local(REWARD, name)
     missing = sorted(loading["missing_keys"])
     head = model.value_head_prefix
@@ -48,6 +52,29 @@ def check_loaded(name: str, model: Any, loading: dict[str, Any]) -> None:
             f"{REWARD} {name}: its files lack {len(missing)} of its weights, such as {missing[0]}, and transformers"
             " has initialised them at random. Give a whole reward model."
         )
-    if local is not None and not Path(name).expanduser().is_dir():
+
+
+@around
+def with_compared_tokens(original: Callable[..., Any], name: str, model_type: str, **kwargs: object) -> Any:
+    """`get_llm_for_sequence_regression`, which loads a reward model or a critic."""
+    model = original(name, model_type, **kwargs)
+    check_tokens_of_hub(REWARD if model_type == "reward" else CRITIC, name)
+    return model
+
+
+def check_tokens_of_hub(flag: str, name: str) -> None:
+    """Raises ``UsageError`` for a hub model that reads the policy's ids as other tokens; says what is not compared.
+
+    A start has compared a model in a folder (`ngrpo/config/reward_and_critic.py`).
+    """
+    if Path(name).expanduser().is_dir():
+        return
+    with suppress(UsageError):  # a model may have no tokenizer, and the hub may be out of reach: that is said below
+        packaged.load_tokenizer(name)  # OpenRLHF loads the weights alone
+    local = reward_and_critic.find_local(flag, name)
+    reason = f"not checked: whether {flag} {name} reads the model's tokens, for it is not in the hub's cache."
+    if local is not None:
         run = current_run()
-        reward_and_critic.check_tokens(local, Flags(run.openrlhf), run)
+        reason = reward_and_critic.check_tokens(local, Flags(run.openrlhf), run) or ""
+    if reason:
+        print(f"ngrpo: warning: {reason}", file=sys.stderr, flush=True)

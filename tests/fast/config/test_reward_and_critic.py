@@ -146,11 +146,24 @@ def test_a_critic_needs_no_head_and_the_same_tokens(folders: Path) -> None:
     assert checked(f"{words} critic".replace("gae", "group_norm")) is None  # which has no critic
 
 
+def test_adapters_are_refused_with_the_way_to_merge_them(folders: Path) -> None:
+    """PEFT writes no config.json, of which OpenRLHF's loader reads the type, and OpenRLHF's train_rm does."""
+    Path("adapter").mkdir()
+    Path("judge/adapter_config.json").write_text("{}")
+    Path("adapter/adapter_config.json").write_text("{}")
+    for name in ("judge", "adapter"):
+        with pytest.raises(UsageError, match=rf"{name}: has a LoRA adapter .*AutoPeftModelForSequenceClassification"):
+            checked(f"--reward.model_name_or_path {name}")
+    words = "--algo.advantage.estimator gae --reward.remote_url r.py --critic.model_name_or_path adapter"
+    with pytest.raises(UsageError, match=r"ngrpo model merge adapter FOLDER"):
+        checked(words)
+
+
 def test_what_a_start_cannot_see_is_said(folders: Path) -> None:
     """A planned run needs no weights, and a reward model no tokenizer; the head of a .bin is checked in the worker."""
-    assert "which is not here. A reward model that does not fit ends the run" in (
-        checked("--reward.model_name_or_path owner/judge") or ""
-    )
+    critic = "--algo.advantage.estimator gae --reward.remote_url r.py --critic.model_name_or_path owner/critic"
+    for words in ("--reward.model_name_or_path owner/judge", critic):
+        assert "which is not here. One that does not fit ends the run" in (checked(words) or "")
     shutil.copytree("judge", "binary")
     torch.save({"model.norm.weight": torch.ones(8)}, "binary/pytorch_model.bin")
     Path("binary/model.safetensors").unlink()

@@ -4,7 +4,6 @@
 import json
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,8 +11,9 @@ import torch
 
 from ngrpo import patches
 from ngrpo.config import reward_and_critic
-from ngrpo.config.reward_and_critic import REWARD
+from ngrpo.config.reward_and_critic import CRITIC, REWARD
 from ngrpo.config.run import begin
+from ngrpo.machine.models import packaged
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.trainers.openrlhf import reward_model
 from perturbations.errors import UsageError
@@ -33,18 +33,40 @@ def test_a_head_that_was_made_at_random_ends_the_run(tmp_path: Path) -> None:
     assert "its files lack 1 of its weights, such as model.norm.weight" in result["part"]
 
 
-def test_a_model_of_the_hub_is_compared_once_it_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The start could not; a model in a folder it has compared."""
-    compared: list[str] = []
-    local = reward_and_critic.Local(REWARD, "owner/judge", Path())
+@pytest.mark.parametrize("flag", [REWARD, CRITIC])
+def test_a_model_of_the_hub_is_compared_once_it_is_here(
+    flag: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The start could not; a model in a folder it has compared. Its tokenizer is loaded, which OpenRLHF leaves out."""
+    done: list[str] = []
+    local = reward_and_critic.Local(flag, "owner/judge", Path())
+
+    def check_tokens(local: reward_and_critic.Local, flags: Flags, run: object) -> str | None:
+        done.append(f"compared {local}")
+        return "not checked: why" if len(done) > 2 else None
+
+    monkeypatch.setattr(packaged, "load_tokenizer", lambda name: done.append(f"tokenizer of {name}"))
     monkeypatch.setattr(reward_and_critic, "find_local", lambda flag, name: local)
-    monkeypatch.setattr(reward_and_critic, "check_tokens", lambda local, flags, run: compared.append(local.name))
+    monkeypatch.setattr(reward_and_critic, "check_tokens", check_tokens)
     run_with(monkeypatch)
-    model = SimpleNamespace(value_head_prefix="score", config=SimpleNamespace())
-    loading: dict[str, set[str]] = {"missing_keys": set(), "unexpected_keys": set()}
-    reward_model.check_loaded("owner/judge", model, loading)
-    reward_model.check_loaded(".", model, loading)
-    assert compared == ["owner/judge"]
+    load = reward_model.with_compared_tokens(lambda name, model_type, **kwargs: name)
+    kind = "reward" if flag == REWARD else "critic"
+    assert load("owner/judge", kind, param_dtype="bf16") == "owner/judge" and load(".", kind) == "."
+    assert done == ["tokenizer of owner/judge", f"compared {flag} owner/judge"] and capsys.readouterr().err == ""
+    load("owner/judge", kind)
+    assert capsys.readouterr().err == "ngrpo: warning: not checked: why\n"
+
+
+def test_a_model_of_the_hub_that_cannot_be_compared_is_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def no_tokenizer(name: str) -> None:
+        raise UsageError("no tokenizer")
+
+    monkeypatch.setattr(packaged, "load_tokenizer", no_tokenizer)
+    monkeypatch.setattr(reward_and_critic, "find_local", lambda flag, name: None)
+    reward_model.check_tokens_of_hub(CRITIC, "owner/critic")
+    assert "warning: not checked: whether --critic.model_name_or_path owner/critic" in capsys.readouterr().err
 
 
 def main(folder: Path) -> None:
