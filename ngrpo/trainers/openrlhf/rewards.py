@@ -34,6 +34,7 @@ _AGENT_FIX = (
     "An agent must give each response one finite number as 'reward', such as 0 for one that it cannot read, and only"
     " such numbers in 'extra_logs'. The reward may be None only with --reward.model_name_or_path."
 )
+_NEEDED_OF_STEP = ("environment_feedback", "done")
 # How OpenRLHF 0.11.2 asks a reward server.
 _SERVER_TRIES = 5
 _SERVER_SECONDS = 180.0
@@ -131,18 +132,30 @@ def query_of(tokenizer: PreTrainedTokenizerBase, response: Mapping[str, Any]) ->
 def with_checked_steps(agent: type) -> type:
     """A user's class of agents, in which ``rewards`` of a step is a tensor of one finite number.
 
-    OpenRLHF 0.11.2 calls ``.item()`` of it, which ends in a bare AttributeError for a float or None.
+    OpenRLHF 0.11.2 calls ``.item()`` of it, which ends in a bare AttributeError for a float or None. It keeps the
+    ``extra_logs`` of the last step alone; here a step returns those of the steps before it too.
     """
 
-    async def step(self: object, states: dict[str, object], **kwargs: object) -> dict[str, object]:
-        result = await agent.step(self, states, **kwargs)  # type: ignore[attr-defined]
-        try:
-            reward = reward_calls.one_number("rewards", result.get("rewards"))
-        except ValueError as error:
-            raise _agent_failed(f"{agent.__name__}.step returned {error}", states["observation_text"]) from None
-        return {**result, "rewards": torch.tensor(reward, dtype=torch.float64)}
+    class CheckedAgent(agent):  # type: ignore[misc, valid-type]
+        _logs_so_far: Mapping[str, float] = {}
 
-    return type(agent.__name__, (agent,), {"step": step})
+        async def step(self, states: dict[str, object], **kwargs: object) -> dict[str, object]:
+            result = await super().step(states, **kwargs)
+            try:
+                if not isinstance(result, Mapping):
+                    raise ValueError(f"{short(str(result))} where a dictionary is needed")
+                reward = reward_calls.one_number("rewards", result.get("rewards"))
+                logs = {**self._logs_so_far, **reward_calls.checked_logs(result.get("extra_logs"))}
+                for key in _NEEDED_OF_STEP:
+                    if result.get(key) is None:
+                        raise ValueError(f"a dictionary without {key!r}, which OpenRLHF reads after each step")
+            except ValueError as error:
+                raise _agent_failed(f"{agent.__name__}.step returned {error}", states["observation_text"]) from None
+            self._logs_so_far = logs
+            return {**result, "rewards": torch.tensor(reward, dtype=torch.float64), "extra_logs": logs}
+
+    CheckedAgent.__name__ = agent.__name__
+    return CheckedAgent
 
 
 def _agent_failed(fault: str, prompt: object) -> RewardFailed:

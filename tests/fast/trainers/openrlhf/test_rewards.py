@@ -226,6 +226,45 @@ def test_an_agent_s_step_without_one_number_is_named(reward: Any) -> None:
         executed(CheckedExecutor(agents_of(reward)))
 
 
+def agents_with_steps(*steps: object) -> Any:
+    """OpenRLHF's executor of agents whose steps return these values in turn."""
+    module = pytest.importorskip("openrlhf.utils.agent")
+
+    class Steps(module.AgentInstanceBase):
+        def __init__(self) -> None:
+            self._steps = iter(steps)
+
+        async def step(self, states: dict[str, Any], **_: object) -> object:
+            return next(self._steps)
+
+    return module.MultiTurnAgentExecutor(Steps)
+
+
+def test_logs_of_an_agent_s_earlier_turns_are_kept() -> None:
+    """OpenRLHF keeps the last turn's alone. Of a name that two turns give, the later value counts."""
+    step = {"rewards": 0.5, "environment_feedback": " more", "done": False}
+    logs: tuple[Any, ...] = ({"calls": 1, "found": True}, None, {"calls": 3})
+    steps = [{**step, "extra_logs": turn, "done": number == 2} for number, turn in enumerate(logs)]
+    executor = CheckedExecutor(agents_with_steps(*steps))
+    assert executed(executor)["extra_logs"] == {"calls": 3.0, "found": 1.0}
+    done = CheckedExecutor(agents_with_steps({**step, "done": True}))
+    assert executed(done)["extra_logs"] == {}
+
+
+@pytest.mark.parametrize(
+    ("step", "message"),
+    [
+        (None, "'None' where a dictionary is needed"),
+        ({"rewards": 1.0, "environment_feedback": ""}, "a dictionary without 'done'"),
+        ({"rewards": 1.0, "environment_feedback": None, "done": True}, "a dictionary without 'environment_feedback'"),
+        ({"rewards": 1.0, "environment_feedback": "", "done": True, "extra_logs": {"kl": 1}}, "with 'kl', which is"),
+    ],
+)
+def test_what_an_agent_s_step_lacks_is_named(step: object, message: str) -> None:
+    with pytest.raises(RewardFailed, match=rf"Steps\.step returned .*{message}.*\n  prompt: 'What is 1 \+ 1"):
+        executed(CheckedExecutor(agents_with_steps(step)))
+
+
 class Agent:
     """As an agent of a user: nothing of OpenRLHF looks at its numbers."""
 
