@@ -179,11 +179,13 @@ def _prepare(run: RunConfig, report: console.Report) -> CompleteRun:
     complete = rules.started(run)
     for note in run_notes.all_notes(complete):
         report(f"warning: {note}")
-    rules.check("data", complete)
+    for reason in rules.check("data", complete):
+        report(reason)
     for line in run_notes.start_lines(complete):
         report(line)
     complete = complete.with_models(partial(_local_model, flags=complete.flags, report=report))
-    rules.check("model", complete)
+    for reason in rules.check("model", complete):
+        report(reason)
     return complete
 
 

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The column ``datasource`` of evaluation files, by which OpenRLHF names its metrics: ``eval_NAME_pass1``."""
 
+from collections.abc import Mapping
+from typing import Any
+
 from ngrpo.config import dataset_file
 from ngrpo.config.dataset_file import CHECKED_ROWS, ColumnNames
 from ngrpo.config.input_checks import local_files
@@ -23,29 +26,39 @@ def names(flags: Flags) -> list[str]:
 
 
 def check(flags: Flags) -> None:
-    """Raises ``UsageError`` for a datasource that is no text, and for a prompt that has two.
+    """Raises ``UsageError`` for a row of the evaluation files that :class:`Datasources` refuses."""
+    files = list(local_files(_FLAG, flags.value(_FLAG)))
+    if not any(_COLUMN in dataset_file.read(_FLAG, name, flags).columns for name in files):
+        return
+    datasources = Datasources(ColumnNames.of(flags).prompt)
+    for name in files:
+        for number, row in enumerate(read_rows(_FLAG, name, CHECKED_ROWS), start=1):
+            datasources.check(row, f"{_FLAG} {name}: row {number}")
+
+
+class Datasources:
+    """The datasources of an evaluation's prompts, row by row.
 
     OpenRLHF 0.11.2 looks a datasource up by its prompt, in a dictionary: a list ends the first evaluation with a
     ``TypeError``, and all responses to a prompt that has two count for the last one.
     """
-    files = list(local_files(_FLAG, flags.value(_FLAG)))
-    if not any(_COLUMN in dataset_file.read(_FLAG, name, flags).columns for name in files):
-        return
-    prompt_column = ColumnNames.of(flags).prompt
-    first_rows: dict[str, tuple[str, str]] = {}  # by prompt: the datasource and the place of its first row
-    for name in files:
-        for number, row in enumerate(read_rows(_FLAG, name, CHECKED_ROWS), start=1):
-            place = f"{_FLAG} {name}: row {number}"
-            datasource = row.get(_COLUMN, _DEFAULT)
-            if not isinstance(datasource, str) or not datasource.strip():
-                raise UsageError(
-                    f"{place} has the {_COLUMN} {datasource!r}; a text is needed, since it names the metric"
-                    " eval_NAME_pass1. Write a text, or leave it out of the row."
-                )
-            prompt = repr((row.get(prompt_column), row.get(TOOLS)))
-            first_datasource, first_place = first_rows.setdefault(prompt, (datasource, place))
-            if datasource != first_datasource:
-                raise UsageError(
-                    f"{place} has the {_COLUMN} {datasource!r}, and the same prompt has {first_datasource!r} in"
-                    f" {first_place}. OpenRLHF 0.11.2 counts both for the last one. Give them one, or leave a row out."
-                )
+
+    def __init__(self, prompt_column: str) -> None:
+        self._prompt_column = prompt_column
+        self._first_rows: dict[str, tuple[str, str]] = {}  # by prompt: the datasource and the place of its first row
+
+    def check(self, row: Mapping[str, Any], place: str) -> None:
+        """Raises ``UsageError`` for a datasource that is no text, and for another one than the prompt's first."""
+        datasource = row.get(_COLUMN, _DEFAULT)
+        if not isinstance(datasource, str) or not datasource.strip():
+            raise UsageError(
+                f"{place} has the {_COLUMN} {datasource!r}; a text is needed, since it names the metric"
+                " eval_NAME_pass1. Write a text, or leave it out of the row."
+            )
+        prompt = repr((row.get(self._prompt_column), row.get(TOOLS)))
+        first_datasource, first_place = self._first_rows.setdefault(prompt, (datasource, place))
+        if datasource != first_datasource:
+            raise UsageError(
+                f"{place} has the {_COLUMN} {datasource!r}, and the same prompt has {first_datasource!r} in"
+                f" {first_place}. OpenRLHF 0.11.2 counts both for the last one. Give them one, or leave a row out."
+            )

@@ -110,11 +110,17 @@ def check_data(complete: CompleteRun) -> str | None:
     input_checks.check_files(flags)
     datasources.check(flags)
     reward_files.check_rewards(flags)
+    unchecked = []
     for name in DATASETS:
         value = flags.value(name)
         if value and not input_checks.is_checked(name, value):
-            return f"not checked: the rows of {name} {value}; OpenRLHF loads what is no file from a folder or the hub."
-    return None
+            unchecked.append(f"{name} {value}")
+    if not unchecked:
+        return None
+    return (
+        f"not checked: the rows of {' and '.join(unchecked)}. OpenRLHF loads what is no file from a folder or the hub,"
+        " and a row that cannot be used ends the run then."
+    )
 
 
 def check_servers(complete: CompleteRun) -> str | None:
@@ -213,11 +219,10 @@ RULES = (
 )
 
 
-def check(stage: Stage, complete: CompleteRun) -> None:
-    """Raises ``UsageError`` for the first rule of a stage that a run breaks."""
-    for rule in RULES:
-        if rule.stage == stage:
-            rule.check(complete)
+def check(stage: Stage, complete: CompleteRun) -> list[str]:
+    """Raises ``UsageError`` for the first rule of a stage that a run breaks; returns what was not checked, and why."""
+    reasons = [rule.check(complete) for rule in RULES if rule.stage == stage]
+    return [reason for reason in reasons if reason is not None]
 
 
 def dry_run_checks(complete: CompleteRun) -> list[tuple[str, Callable[[], str | None]]]:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ngrpo.config.datasources import Datasources
 from ngrpo.config.input_checks import check_row, label_note_of
 from ngrpo.config.run import current_run
 from ngrpo.machine.storage.datafiles import ENDINGS, Row, is_nothing, label_of, read_rows, with_shortest_floats
@@ -15,6 +16,8 @@ from perturbations.errors import UsageError, require
 
 if TYPE_CHECKING:
     from pyarrow import DataType
+
+TRAINED, EVALUATED = DATASETS
 
 
 class Place(NamedTuple):
@@ -28,14 +31,21 @@ class Source(NamedTuple):
     """One of the datasets of a flag.
 
     Attributes:
-        subject: its flag and name, for messages.
+        flag: that names it.
+        name: a file, a saved dataset or one of the hub.
         rows: a list, or a dataset of the hub, which decodes a row's pictures when it is read.
         label_type: the Arrow type of a dataset's labels; None for a file's, in which floats are the shortest already.
     """
 
-    subject: str
+    flag: str
+    name: str
     rows: Sequence[Row]
     label_type: "DataType | None" = None
+
+    @property
+    def subject(self) -> str:
+        """Its flag and name, for messages."""
+        return f"{self.flag} {self.name}"
 
 
 class PromptRows:
@@ -67,6 +77,7 @@ class PromptRows:
         flags = Flags(current_run().openrlhf)
         columns = [column for column in (self._input_key, self._label_key) if column]
         noted = set()  # numbers of the sources with a warning about a label
+        datasources = Datasources(self._input_key)
         for place in self._places:
             source = self._sources[place.source]
             row = dict(source.rows[place.row])
@@ -75,6 +86,8 @@ class PromptRows:
                 if is_nothing(row.get(column)):
                     raise UsageError(f"{subject} has no {column!r}. Give it one, or leave the row out.")
             check_row(row, flags, subject=subject)
+            if source.flag == EVALUATED:
+                datasources.check(row, subject)
             if self._label_key:
                 label = row[self._label_key]
                 if source.label_type is not None:
@@ -104,14 +117,12 @@ def blending_datasets(
     becomes a datetime, and the labels 7 and 7.5 become 7.0 and 7.5.
     """
     args = require(require(strategy, "strategy").args, "strategy.args")
-    trained, evaluated = DATASETS
-    flag = trained if datasets == args.data.prompt_dataset else evaluated
+    flag = TRAINED if datasets == args.data.prompt_dataset else EVALUATED
     sources = []
     for name in datasets.split(","):
         name = name.strip()
-        subject = f"{flag} {name}"
         if Path(name).suffix in ENDINGS:
-            sources.append(Source(subject, read_rows(flag, name, int(max_count))))
+            sources.append(Source(flag, name, read_rows(flag, name, int(max_count))))
             continue
         try:
             rows = original(name, None, strategy, max_count=max_count, dataset_split=dataset_split)
@@ -120,12 +131,12 @@ def blending_datasets(
             if error.name != "select" or not isinstance(error.obj, dict):
                 raise
             raise UsageError(
-                f"{subject}: has no split {dataset_split!r} ({DATASETS[flag]}). Its splits: {', '.join(error.obj)}."
+                f"{flag} {name}: has no split {dataset_split!r} ({DATASETS[flag]}). Its splits: {', '.join(error.obj)}."
                 f" Name one of them with {DATASETS[flag]}."
             ) from None
         has_labels = args.data.label_key in rows.features
         label_type = rows.features.arrow_schema.field(args.data.label_key).type if has_labels else None
-        sources.append(Source(subject, rows, label_type))
+        sources.append(Source(flag, name, rows, label_type))
     places = [Place(number, row) for number, source in enumerate(sources) for row in range(len(source.rows))]
     if probabilities is not None:
         shares = [float(share) for share in probabilities.split(",")]

@@ -2,14 +2,17 @@
 """`ngrpo train --config FILE`: the flags of a run in a file, and those of the command line in their place."""
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from ngrpo.config import parse
+from ngrpo.commands import train
+from ngrpo.config import parse, rules, run_notes
 from ngrpo.config.run import RunConfig
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from perturbations.errors import UsageError
-from tests.support.run import refused
+from tests.support.run import refused, run_of
 
 
 def parsed(tmp_path: Path, text: str, line: str = "") -> RunConfig:
@@ -158,3 +161,15 @@ def test_the_file_of_a_perturbation_refuses_them_too(tmp_path: Path) -> None:
         file.write_text(f"name: neighbor\nuntil: {value}\n")
         with pytest.raises(UsageError, match=r"options\.yaml"):
             parse.run_config(["--perturbation.config", str(file)])
+
+
+def test_a_start_says_what_it_did_not_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a dry run does; a dataset of the hub is read once the models have loaded."""
+    complete: Any = SimpleNamespace(flags=None, with_models=lambda local_model: complete)
+    monkeypatch.setattr(rules, "started", lambda run: complete)
+    monkeypatch.setattr(rules, "check", lambda stage, complete: [f"not checked: {stage}"])
+    monkeypatch.setattr(run_notes, "all_notes", lambda complete: [])
+    monkeypatch.setattr(run_notes, "start_lines", lambda complete: [])
+    reports: list[str] = []
+    train._prepare(run_of(), reports.append)
+    assert reports == ["not checked: data", "not checked: model"]

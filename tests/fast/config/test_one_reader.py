@@ -38,7 +38,12 @@ def array(*labels: Any) -> str:
 def trained(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, names: str, **options: Any) -> Any:
     """The `PromptDataset` of a training; its cache is the test's own."""
     monkeypatch.setattr(DATASETS.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    data = {"prompt_dataset": names, "input_key": "input", "label_key": "label", "image_key": "images"}
+    data = {
+        "prompt_dataset": options.pop("prompt_dataset", names),
+        "input_key": "input",
+        "label_key": "label",
+        "image_key": "images",
+    }
     data |= {"apply_chat_template": False}
     args = SimpleNamespace(data=SimpleNamespace(**data), eval=SimpleNamespace(dataset=None))
     strategy = SimpleNamespace(args=args, print=lambda *_: None, is_rank_0=lambda: False)
@@ -188,6 +193,18 @@ UNUSABLE = {
         "row 1: the input 'input' is chat messages that end with the assistant's text. Leave the last message out",
     ),
 }
+
+
+def test_datasources_of_a_saved_evaluation_are_checked_when_it_is_read(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    saved = str(tmp_path / "saved")
+    rows = {"input": ["Q", "Q"], "label": ["7", "7"], "datasource": ["easy", "hard"]}
+    DATASETS.Dataset.from_dict(rows).save_to_disk(saved)
+    run_with(monkeypatch)
+    assert trained(monkeypatch, tmp_path, saved).datasources == ["easy", "hard"]  # a training reads none
+    with pytest.raises(UsageError, match=r"^--eval\.dataset .*saved: row 2 has the datasource 'hard'.*in .*row 1"):
+        trained(monkeypatch, tmp_path, saved, prompt_dataset="train.jsonl")
 
 
 @pytest.mark.parametrize(("prompts", "flags", "says"), UNUSABLE.values(), ids=UNUSABLE)

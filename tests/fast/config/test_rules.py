@@ -272,6 +272,23 @@ def test_a_start_tries_its_reward_server_and_a_plan_does_not(tmp_path: Path) -> 
     )
 
 
+def test_each_dataset_that_a_start_does_not_look_into_is_said(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"input": "x", "label": "y"}\n')
+    (tmp_path / "reward.py").write_text("def reward_func(queries, prompts, labels):\n    return {'rewards': 1.0}\n")
+    words = ["--reward.remote_url", str(tmp_path / "reward.py")]
+
+    def not_checked(prompts: str, evaluated: str) -> str:
+        flags = Flags([*words, "--data.prompt_dataset", prompts, "--eval.dataset", evaluated])
+        return rules.check_data(CompleteRun(run=run_of(), flags=flags)) or ""
+
+    assert not_checked(str(file), str(file)) == ""
+    alone = not_checked(str(file), "owner/test")
+    assert alone.startswith("not checked: the rows of --eval.dataset owner/test. OpenRLHF loads")
+    both = not_checked("owner/train", "owner/test")
+    assert "the rows of --data.prompt_dataset owner/train and --eval.dataset owner/test. OpenRLHF" in both
+
+
 def test_a_refused_run_prepares_and_writes_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Neither one that the hardware refuses, nor one that the model does, which is looked at last."""
     pytest.importorskip("openrlhf")
