@@ -13,7 +13,9 @@ import pytest
 from tests.pipeline.harness import ROOT, assert_nothing_runs, begun, small
 from tests.support.own_process import UNCOMPILED
 
-BROKEN = "raise RuntimeError('no reward today')\n\n\ndef reward_func(queries, prompts, labels):\n    return 0\n"
+BROKEN = (
+    "raise RuntimeError('no reward today')\n\n\ndef reward_func(queries, prompts, labels):\n    return {'rewards': 0}\n"
+)
 # Random answers are never right: a reward in which they differ shows whether two runs are equal.
 LETTERS = ROOT / "tests" / "pipeline" / "user_files" / "first_letters.py"
 EXTRA = [

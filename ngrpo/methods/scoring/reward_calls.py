@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FunctionType
 from typing import Any
 
-from perturbations.errors import UsageError, require
+from perturbations.errors import UsageError, nearest, require
 
 # A verifier may run a program, or ask a judge; beyond this it hangs.
 SECONDS = "NGRPO_REWARD_SECONDS"
@@ -33,6 +33,8 @@ _OF_OPENRLHF = (
 
 ``extra_logs`` with such a name would replace the metric, or be replaced by it.
 """
+_READ = ("rewards", "scores", "extra_logs")
+"""The names that are read of what a reward function or server gives for a response."""
 _PREFIXES_OF_OPENRLHF = ("rollout/", "timing/")
 """The beginnings of further names of OpenRLHF's own metrics of the step."""
 _OF_NGRPO = (
@@ -125,12 +127,26 @@ def with_floats(result: object) -> dict[str, Any]:
     """
     if not isinstance(result, Mapping) or "rewards" not in result:
         raise ValueError(f"{short(str(result))} where a dictionary with 'rewards' is needed")
+    for name in result:
+        if name not in _READ:
+            _warn_of_unread(str(name))
     checked: dict[str, Any] = {"rewards": one_number("rewards", result["rewards"])}
     if result.get("scores") is not None:
         checked["scores"] = one_number("scores", result["scores"])
     if "extra_logs" in result:
         checked["extra_logs"] = checked_logs(result["extra_logs"])
     return {**result, **checked}
+
+
+@lru_cache
+def _warn_of_unread(name: str) -> None:
+    """Warns once of a value that a reward gives under a name that nothing reads."""
+    print(
+        f"ngrpo: warning: a reward gives {name!r}, which nothing reads.{nearest(name, _READ)} Read are"
+        f" {', '.join(_READ)}; numbers in 'extra_logs' become metrics.",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 def checked_logs(logs: object) -> dict[str, float]:

@@ -28,6 +28,8 @@ _LABELS = "--data.label_key"
 _SERVER_SECONDS = 10.0
 _NO_SERVER_BEHIND = (502, 503, 504)  # Bad Gateway, Service Unavailable, Gateway Timeout
 _NO_LABELS = f"reward_func reads its labels, and each is an empty text. Add {_LABELS} with the column of answers."
+# What a return statement may have that is never a dictionary.
+_NO_DICTIONARY = (ast.List, ast.ListComp, ast.Tuple, ast.Constant, ast.Compare)
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
@@ -158,6 +160,11 @@ def _check_python(flag: str, path: str, needed: str) -> ast.AST | None:
             f"{subject}: line {node.lineno}: OpenRLHF calls {name} with three lists and uses what it returns. Write:"
             f" def {needed}."
         )
+    if needed == _REWARD_FUNC and _never_returns_a_dictionary(node):
+        raise UsageError(
+            f"{subject}: line {node.lineno}: {name} returns no dictionary, and OpenRLHF reads the one number in its"
+            " 'rewards' for each response. Write: return {'rewards': rewards}."
+        )
     if needed == _EXECUTOR and not (isinstance(node, ast.ClassDef) and node.bases):
         raise UsageError(f"{subject}: line {node.lineno}: {name} must be a class that inherits from AgentExecutorBase.")
     return node if _reads_labels(node) else None
@@ -198,6 +205,24 @@ def _takes_three(node: Definition) -> bool:
     takes_enough = positional >= 3 or node.args.vararg is not None
     has_required_keyword = None in node.args.kw_defaults
     return takes_enough and required <= 3 and not has_required_keyword
+
+
+def _never_returns_a_dictionary(function: ast.AST) -> bool:
+    """Whether a function returns nothing, yields, or returns lists, tuples or constants alone, as TRL's rewards do."""
+    own = list(_own_nodes(function))
+    if any(isinstance(node, ast.Yield | ast.YieldFrom) for node in own):
+        return True
+    values = [node.value for node in own if isinstance(node, ast.Return)]
+    raises = any(isinstance(node, ast.Raise) for node in own)
+    return not (raises and not values) and all(value is None or isinstance(value, _NO_DICTIONARY) for value in values)
+
+
+def _own_nodes(node: ast.AST) -> Iterator[ast.AST]:
+    """The nodes of a function, without those of functions and classes inside it."""
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, Definition | ast.Lambda):
+            yield child
+            yield from _own_nodes(child)
 
 
 def _reads_labels(node: Definition) -> bool:

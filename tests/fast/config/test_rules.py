@@ -218,7 +218,9 @@ def test_rewards_that_can_be_used(tmp_path: Path) -> None:
         "raise RuntimeError('files are not run')\nfrom other import reward as reward_func\n",
         "if True:\n    reward_func = None\n",
         "from other import *\n",
-        "import sys\nsys.path.insert(0, 'lib')\nimport no_such_module\ndef reward_func(q, p, l):\n    return 0\n",
+        "import sys\nsys.path.insert(0, 'lib')\nimport no_such_module\ndef reward_func(q, p, l):\n    return f(q)\n",
+        "def reward_func(q, p, l):\n    raise NotImplementedError\n",
+        "def reward_func(q, p, l):\n    if not l:\n        return None\n    return {'rewards': 1.0}\n",
     ):
         file.write_text(text)
         check_rewards("--reward.remote_url", file)

@@ -134,7 +134,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (tmp_path / "data").mkdir()
     for name in ("prompts", "problems", "data/deepscaler", "data/aime2024"):
         (tmp_path / f"{name}.jsonl").write_text((json.dumps(row) + "\n") * 128)
-    (tmp_path / "reward.py").write_text("def reward_func(queries, prompts, labels):\n    return [0.0] * len(queries)\n")
+    (tmp_path / "reward.py").write_text("def reward_func(queries, prompts, labels):\n    return {'rewards': [0.0]}\n")
     monkeypatch.chdir(tmp_path)
     names_before = {kind: set(kind.registered) for kind in (registry.perturbations, registry.gates)}
     yield tmp_path

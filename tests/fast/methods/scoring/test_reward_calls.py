@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from ngrpo.methods.scoring import reward_calls
 from ngrpo.methods.scoring.problems import load_problems
 from ngrpo.methods.scoring.reward_alarms import alarm_notes
 from ngrpo.methods.scoring.reward_calls import (
@@ -95,8 +96,8 @@ def test_they_agree_on_math_verify(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("of", "fault"),
     [
-        ("None", "returned 'None' where a dictionary with 'rewards' is needed"),
-        ("[1.0]", r"returned '\[1.0\]' where a dictionary"),
+        ("{}.get('gold')", "returned 'None' where a dictionary with 'rewards' is needed"),
+        ("list((1.0,))", r"returned '\[1.0\]' where a dictionary"),
         ("{'rewards': None}", "returned 'None' as 'rewards' of one response"),
         ("{'rewards': nan}", "returned 'nan' as 'rewards' of one response"),
         ("{'rewards': [inf]}", r"returned '\[inf\]' as 'rewards' of one response"),
@@ -122,6 +123,17 @@ def test_what_training_refuses_evaluation_refuses(of: str, fault: str, tmp_path:
         asyncio.run(CheckedReward(load(str(file))).reward_of(PROMPT + RESPONSE, PROMPT, "7"))
     with pytest.raises(UsageError, match=rf"scorer .*reward\.py: reward_func {fault}.*, for problem 'p'\."):
         score(problem(file), RESPONSE)
+
+
+def test_a_value_that_nothing_reads_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
+    reward_calls._warn_of_unread.cache_clear()
+    for _ in range(2):
+        assert reward_calls.with_floats({"rewards": 1, "score": 0.5}) == {"rewards": 1.0, "score": 0.5}
+    said = capsys.readouterr().err
+    assert said.startswith("ngrpo: warning: a reward gives 'score', which nothing reads. Did you mean 'scores'? Read")
+    assert said.count("warning") == 1
+    reward_calls.with_floats({"rewards": 1, "scores": 1, "extra_logs": {"length": 3}})
+    assert capsys.readouterr().err == ""
 
 
 def test_a_label_stays_as_it_is_for_the_next_response() -> None:
@@ -167,7 +179,7 @@ def test_a_scorer_that_exits_is_named(tmp_path: Path) -> None:
 def test_both_end_a_call_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SECONDS, "0.05")
     file = tmp_path / "reward.py"
-    file.write_text("import time\ndef reward_func(queries, prompts, labels):\n    time.sleep(60)\n")
+    file.write_text("import time\ndef reward_func(queries, prompts, labels):\n    time.sleep(60)\n    return {}\n")
     load.cache_clear()
     with pytest.raises(UsageError, match=r"reward_func did not return within 0\.05 s"):
         score(problem(file), RESPONSE)
