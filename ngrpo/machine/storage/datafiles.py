@@ -128,6 +128,8 @@ def read_rows(flag: str, source: str, limit: int | None = None) -> list[Row]:
         raise UsageError(f"{flag} {source}: ends in {path.suffix!r}; files of {', '.join(ENDINGS)} can be read.")
     try:
         rows = list(islice(_rows(path), limit))
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{flag} {source}: is no UTF-8 ({error.reason}). Save it with that encoding.") from None
     except (OSError, ValueError) as error:
         raise UsageError(f"{flag} {source} cannot be read as {path.suffix[1:]}: {error}") from None
     if not rows:
@@ -193,7 +195,10 @@ def _csv_rows(file: TextIO) -> Iterator[Row]:
     csv.field_size_limit(_LONGEST_CELL)
     reader = csv.DictReader(file, strict=True)  # strict: a quote that is never closed is an error
     try:
-        _check_columns(reader.fieldnames or [])
+        names = reader.fieldnames or []
+        _check_columns(names)
+        if len(names) == 1 and re.search(r"\w[;\t]\w", names[0]):
+            raise ValueError(f"its first line has no comma: {names[0]!r}. Separate the columns by commas.")
         for row in reader:
             if None in row:
                 raise ValueError(f"line {reader.line_num} has more values than the first line. Quote its commas.")

@@ -15,7 +15,15 @@ from typing import Any
 from ngrpo.machine.console import Report
 from ngrpo.machine.models import conversation
 from ngrpo.machine.models.packaged import HUB_SECONDS
-from ngrpo.machine.storage.datafiles import ENDINGS, Row, is_nothing, label_of, read_rows
+from ngrpo.machine.storage.datafiles import (
+    ENDINGS,
+    Row,
+    is_nothing,
+    is_saved_dataset,
+    label_of,
+    read_rows,
+    with_shortest_floats,
+)
 from ngrpo.methods.scoring import Problem
 from ngrpo.methods.scoring.answers import last_boxed
 from ngrpo.methods.scoring.reward_alarms import alarm_notes
@@ -71,8 +79,8 @@ def load_problems(
     """Reads problems, in the order of the dataset; their ids do not depend on ``limit``.
 
     Args:
-        source: a name of :data:`BENCHMARKS`, a JSONL, JSON, CSV or parquet file, or a hub dataset
-            ``owner/name[:config][@split]``.
+        source: a name of :data:`BENCHMARKS`, a JSONL, JSON, CSV or parquet file, a folder that `Dataset.save_to_disk`
+            wrote, or a hub dataset ``owner/name[:config][@split]``.
         input_key: column of prompts. It must be in every row, and is read before any layout; None: by the layout.
         label_key: column of references, likewise; without an ``input_key`` it goes with :data:`INPUT`, else with the
             column of questions.
@@ -189,6 +197,16 @@ def _with_instruction(problem: Problem, instruction: str) -> Problem:
 def _rows(source: str, limit: int | None, split: str | None) -> tuple[str, list[Row]]:
     """A short name for ids, and the rows."""
     path = Path(source).expanduser()
+    if is_saved_dataset(path):
+        import datasets
+
+        loaded: Any = datasets.load_from_disk(path)
+        return path.name, _dataset_rows(source, loaded, limit, split)
+    if path.is_dir():
+        raise UsageError(
+            f"--data {source}: is a folder of files. Give one of its files ({', '.join(ENDINGS)}), or a folder that"
+            " `Dataset.save_to_disk` of the package `datasets` wrote."
+        )
     if path.suffix.lower() in ENDINGS or path.exists():
         return path.stem, read_rows("--data", source, limit)
     short = source.lower().replace("-", "_")
@@ -212,16 +230,26 @@ def _rows(source: str, limit: int | None, split: str | None) -> tuple[str, list[
             " Without access to the hub give a local file instead: --data FILE.jsonl or FILE.parquet."
             " A gated dataset needs HF_TOKEN."
         ) from None
+    return short if short in BENCHMARKS else name.rpartition("/")[2], _dataset_rows(name, loaded, limit, split)
+
+
+def _dataset_rows(name: str, loaded: Any, limit: int | None, split: str | None) -> list[Row]:
+    """The rows of what the package `datasets` loaded: a split, or a dictionary of all splits."""
     if isinstance(loaded, dict):
-        splits = [str(split) for split in loaded]
-        usual = [split for split in _SPLITS if split in splits]
+        splits = [str(name_of_split) for name_of_split in loaded]
+        if split is not None and split not in splits:
+            raise UsageError(f"--data {name}: has no split {split!r}. Its splits: {', '.join(splits)}.")
+        usual = [known for known in (split, *_SPLITS) if known in splits]
         if not usual and len(splits) > 1:
-            raise UsageError(f"--data {name}: has the splits {', '.join(splits)}. Name one: {name}@{splits[0]}.")
+            raise UsageError(f"--data {name}: has the splits {', '.join(splits)}. Name one: --split {splits[0]}.")
         loaded = loaded[usual[0] if usual else splits[0]]
-    rows = [dict(row) for row in islice(iter(loaded), limit)]
+    columns = loaded.features.arrow_schema
+    rows = []
+    for row in islice(iter(loaded), limit):
+        rows.append({column.name: with_shortest_floats(row[column.name], column.type) for column in columns})
     if not rows:
-        raise UsageError(f"--data {name} is empty. Name another split: {name}@SPLIT.")
-    return short if short in BENCHMARKS else name.rpartition("/")[2], rows
+        raise UsageError(f"--data {name} is empty. Name another split with --split.")
+    return rows
 
 
 @contextmanager

@@ -128,6 +128,25 @@ def test_hub_columns(tmp_path: Path, row: dict[str, Any], answer: str) -> None:
     assert plain.question == "2 + 2?"
 
 
+def test_a_saved_dataset_is_read_as_in_training(tmp_path: Path) -> None:
+    import pyarrow
+    from datasets import Dataset, DatasetDict
+
+    table = pyarrow.table({"input": ["Q", "R"], "label": pyarrow.array([0.1, 2.0], pyarrow.float32())})
+    rows = Dataset(table)
+    rows.save_to_disk(tmp_path / "one")
+    DatasetDict({"dev": rows, "test": rows.select([1])}).save_to_disk(tmp_path / "splits")
+    assert [problem.answer for problem in load_problems(str(tmp_path / "one"))] == ["0.1", "2"]
+    (tested,) = load_problems(str(tmp_path / "splits"))
+    assert (tested.id, tested.answer) == ("splits-0", "2")
+    assert len(load_problems(str(tmp_path / "splits"), split="dev")) == 2
+    with pytest.raises(UsageError, match=r"has no split 'train'\. Its splits: dev, test"):
+        load_problems(str(tmp_path / "splits"), split="train")
+    (tmp_path / "files").mkdir()
+    with pytest.raises(UsageError, match=r"is a folder of files\. Give one of its files"):
+        load_problems(str(tmp_path / "files"))
+
+
 @pytest.mark.parametrize("choices", ["null", "[]", '""'])
 def test_a_column_of_choices_without_any_is_a_question(tmp_path: Path, choices: str) -> None:
     path = tmp_path / "a.jsonl"
@@ -222,7 +241,9 @@ def test_missing_answers_and_files(tmp_path: Path) -> None:
 
 def test_benchmarks_go_through_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     """The names, configurations and splits that are asked for, and how each one's columns are read."""
-    asked = []
+    import datasets
+
+    asked: list[str] = []
     plain = {"problem": "2 + 2?", "answer": "4", "solution": "s"}
     rows = {
         "agentica-org/DeepScaleR-Preview-Dataset@train": plain,
@@ -234,9 +255,9 @@ def test_benchmarks_go_through_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
         "math-ai/aime25:default@train": plain,
     }
 
-    def load_dataset(name: str, config: str | None, split: str | None) -> list[dict[str, Any]]:
+    def load_dataset(name: str, config: str | None, split: str | None) -> Any:
         asked.append(f"{name}:{config}@{split}" if config else f"{name}@{split}")
-        return [rows[asked[-1]]] * 2
+        return datasets.Dataset.from_list([rows[asked[-1]]] * 2)
 
     monkeypatch.setattr("datasets.load_dataset", load_dataset)
     scorers = {name: load_problems(name, limit=1)[0].scorer for name in BENCHMARKS}
@@ -246,11 +267,13 @@ def test_benchmarks_go_through_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_hub_splits(monkeypatch: pytest.MonkeyPatch) -> None:
-    row = {"problem": "p", "answer": "1"}
-    monkeypatch.setattr("datasets.load_dataset", lambda *_, **__: {"train": [row] * 3, "test": [row] * 2})
+    import datasets
+
+    one, two, three = (datasets.Dataset.from_list([{"problem": "p", "answer": "1"}] * rows) for rows in (1, 2, 3))
+    monkeypatch.setattr("datasets.load_dataset", lambda *_, **__: {"train": three, "test": two})
     assert len(load_problems("owner/name")) == 2
-    monkeypatch.setattr("datasets.load_dataset", lambda *_, **__: {"one": [row], "two": [row]})
-    with pytest.raises(UsageError, match=r"has the splits one, two\. Name one: owner/name@one"):
+    monkeypatch.setattr("datasets.load_dataset", lambda *_, **__: {"one": one, "two": two})
+    with pytest.raises(UsageError, match=r"has the splits one, two\. Name one: --split one"):
         load_problems("owner/name")
 
 
