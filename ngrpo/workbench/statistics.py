@@ -172,11 +172,11 @@ def paired(ours: np.ndarray, baseline: np.ndarray, *, of_problems: bool = False)
     Returns:
         As :func:`interval`, and in addition:
 
-        - ``p``: two-sided, of the paired t test over seeds; None for one seed. Where all seeds have the same
+        - ``p``: two-sided, of the paired t test over seeds. With one seed, and where all seeds have the same
           difference, it is :func:`_p_of_problems`, and ``tested`` is ``problems``.
         - ``spread``: the standard deviation of the difference over seeds; None for one seed.
         - ``seeds``: their number.
-        - ``within_noise``: by ``p``, not yet corrected for other comparisons; with one seed by :func:`_p_of_problems`.
+        - ``within_noise``: by ``p``, not yet corrected for other comparisons.
 
     Raises:
         ValueError: for tables of different shapes, or with a value that is not finite.
@@ -187,20 +187,18 @@ def paired(ours: np.ndarray, baseline: np.ndarray, *, of_problems: bool = False)
     if not np.isfinite(table).all():
         raise ValueError(f"{int((~np.isfinite(table)).sum())} of {table.size} differences are not finite numbers.")
     rows, columns = table.shape  # seeds × problems, or problems × 1
-    difference: Interval = {**within_shares(interval(table)), "p": None, "spread": None, "seeds": rows}
-
-    if rows == 1:
-        return {**difference, "within_noise": _p_of_problems(table[0]) >= 1 - LEVEL}
+    difference: Interval = {**within_shares(interval(table)), "seeds": rows}
 
     row_means = table.mean(axis=1)
-    if columns > 1 and _tied(row_means):
+    if rows == 1 or (columns > 1 and _tied(row_means)):
         difference["tested"] = "problems"
         p = _p_of_problems(table.mean(axis=0))
     elif of_problems:
         p = _p_of_problems(row_means)
     else:
         p = _p_value(row_means)
-    return {**difference, "p": p, "spread": float(row_means.std(ddof=1)), "within_noise": p >= 1 - LEVEL}
+    spread = None if rows == 1 else float(row_means.std(ddof=1))
+    return {**difference, "p": p, "spread": spread, "within_noise": p >= 1 - LEVEL}
 
 
 def _p_value(differences: np.ndarray) -> float:
@@ -244,40 +242,49 @@ def in_words(interval: Mapping[str, Any] | None, form: str = ".3f") -> str:
     return f"{value} [{interval['low']:{form}}, {interval['high']:{form}}]"
 
 
-def correct(differences: Sequence[Interval]) -> None:
-    """Corrects paired differences in one measure for their number, where they have a ``p``.
+def correct(differences: Sequence[Interval], comparisons: int | None = None) -> None:
+    """Corrects paired differences in one measure for the number of ``comparisons``, by default their own number.
+
+    Differences of one seed are corrected apart from the others: their tests see no luck of a run, so that their small
+    p-values must not lighten the correction of the others.
 
     Adds ``p_corrected``, ``comparisons`` and ``detectable``, and sets ``within_noise`` by the corrected p.
     """
-    tested = [difference for difference in differences if difference["p"] is not None]
-    corrected = holm([difference["p"] for difference in tested])
-    for difference, p in zip(tested, corrected):
-        difference["p_corrected"] = p
-        difference["comparisons"] = len(tested)
-        difference["detectable"] = detectable_share(difference["spread"], difference["seeds"], len(tested))
-        difference["within_noise"] = p >= 1 - LEVEL
+    count = len(differences) if comparisons is None else comparisons
+    for of_one_seed in (True, False):
+        alike = [difference for difference in differences if (difference["seeds"] == 1) is of_one_seed]
+        corrected = holm([difference["p"] for difference in alike], count)
+        for difference, p in zip(alike, corrected):
+            difference["p_corrected"] = p
+            difference["comparisons"] = count
+            difference["detectable"] = detectable_share(difference["spread"], difference["seeds"], count)
+            difference["within_noise"] = p >= 1 - LEVEL
 
 
-def holm(p_values: Sequence[float]) -> list[float]:
-    """p-values corrected for their number by Holm's step-down method (Scandinavian Journal of Statistics 6, 1979)."""
+def holm(p_values: Sequence[float], comparisons: int | None = None) -> list[float]:
+    """p-values corrected for their number by Holm's step-down method (Scandinavian Journal of Statistics 6, 1979).
+
+    Where there are more ``comparisons`` than p-values, those without one count as if theirs was 1.
+    """
     values = np.asarray(p_values, dtype=np.float64)
+    count = len(values) if comparisons is None else comparisons
     if not ((values >= 0.0) & (values <= 1.0)).all():
         raise ValueError(f"p-values {p_values}: each must be in [0, 1].")
     ascending = np.argsort(values, kind="stable")
-    remaining = np.arange(len(values), 0, -1)  # the smallest is multiplied by their number, the next by one less, ...
+    remaining = count - np.arange(len(values))  # the smallest is multiplied by their number, the next by one less, ...
     products = np.minimum(1.0, remaining * values[ascending])
     corrected = np.empty_like(values)
     corrected[ascending] = np.maximum.accumulate(products)
     return corrected.tolist()
 
 
-def detectable(spread: float, pairs: int, comparisons: int = 1) -> float | None:
+def detectable(spread: float | None, pairs: int, comparisons: int = 1) -> float | None:
     """The smallest true difference that a two-sided paired t test finds with a chance of 80%; None without a spread.
 
     ``spread`` is the standard deviation of the difference over ``pairs`` seeds. The test's level is
     0.05 / ``comparisons``, the smallest one of Holm's method.
     """
-    if pairs < 2 or spread <= TIE:
+    if spread is None or pairs < 2 or spread <= TIE:
         return None
     from scipy import optimize, stats
 
@@ -292,7 +299,7 @@ def detectable(spread: float, pairs: int, comparisons: int = 1) -> float | None:
     return float(shift) * spread / math.sqrt(pairs)
 
 
-def detectable_share(spread: float, pairs: int, comparisons: int = 1) -> float | None:
+def detectable_share(spread: float | None, pairs: int, comparisons: int = 1) -> float | None:
     """As :func:`detectable`, of two shares: None where the difference had to be above 1, which they cannot have."""
     return possible_share(detectable(spread, pairs, comparisons))
 

@@ -189,7 +189,8 @@ def summarise(
     """One row per arm: means with intervals, paired differences to the baseline, costs, a verdict.
 
     Differences are of evaluations only: training rewards are of rollouts that each arm draws in its own way. For each
-    measure Holm's correction counts all arms except the baseline.
+    measure Holm's correction counts all arms except the baseline, those too that have no finished run yet, so that an
+    arm is called better by the same rule before and after the others have finished.
 
     Args:
         runs: as in ``results.json``.
@@ -214,9 +215,12 @@ def summarise(
         is_baseline = arm == baseline
         rows.append(_row(arm, done_runs[arm], done_runs[baseline], is_baseline=is_baseline, failed_seeds=failed[arm]))
     differences = [row["difference"] for row in rows if row["difference"] is not None]
-    statistics.correct([difference["mean_at_n"] for difference in differences if difference["mean_at_n"] is not None])
+    comparisons = len(arms) - 1
+    means = [difference["mean_at_n"] for difference in differences if difference["mean_at_n"] is not None]
+    statistics.correct(means, comparisons)
     for k in {k for difference in differences for k in difference["pass_at_k"]}:
-        statistics.correct([difference["pass_at_k"][k] for difference in differences if k in difference["pass_at_k"]])
+        of_k = [difference["pass_at_k"][k] for difference in differences if k in difference["pass_at_k"]]
+        statistics.correct(of_k, comparisons)
 
     for row in rows:
         arm = row["strategy"]
@@ -414,16 +418,17 @@ def verdict(difference: Mapping[str, Any] | None, measure: str, baseline: str, s
         return f"equal to {baseline} in {measure} with every seed"
     unit = " over problems" if difference["over"] == "problems" and not all_equal else ""
     text = f"{measure} {statistics.in_words(difference, '+.3f')}{unit} against {baseline}"
-    if seeds == 1:
-        if difference["within_noise"]:
-            return f"{text}, within noise even of its problems; one seed gives no interval over seeds"
-        return f"{text}, the problems agree, but one seed is too few to tell a method from luck"
-
     count = difference["comparisons"]
     corrected = "" if count == 1 else f", {difference['p_corrected']:.2g} corrected for {count} comparisons"
     tested = " over problems" if "tested" in difference else ""
+    p = f"(p {difference['p']:.2g}{tested}{corrected})"
+    if seeds == 1:
+        if difference["within_noise"]:
+            return f"{text} {p}, within noise even of its problems; one seed gives no interval over seeds"
+        return f"{text} {p}, the problems agree, but one seed is too few to tell a method from luck"
+
     how = "with each of" if all_equal else "over"
-    text += f" {how} {seeds} seeds (p {difference['p']:.2g}{tested}{corrected})"
+    text += f" {how} {seeds} seeds {p}"
     if difference["within_noise"]:
         detectable = difference["detectable"]
         if detectable is None:

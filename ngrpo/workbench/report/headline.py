@@ -62,7 +62,7 @@ def comparison(results: Mapping[str, Any], series: Mapping[str, Series]) -> dict
         "failed": [{**run, "error": _cause(run)} for run in runs if run.get("status") == "failed"],
         "pending": states["pending"],
         "warnings": results.get("warnings"),
-        "one_seed": len(seeds) == 1,
+        "few_seeds": len(seeds) if 0 < len(seeds) < ENOUGH_SEEDS else None,
         "sentence": sentence(summary, baseline, deciding),
         "forest": forest(series, summary, baseline, metric) if baseline in summary else [],
         "measure": metric.heading,
@@ -269,8 +269,9 @@ def sentence(summary: Summary, baseline: str, metric: Metric | None) -> str | No
     tested = {arm: change for arm, change in changes.items() if values.noise(change)}
     if not tested:
         return f"Nothing could be compared with {against}: no evaluation has finished for both."
-    if all(change.get("over") == "problems" for change in tested.values()):
-        return f"One seed each: no arm can be called better or worse than {against}."
+    with_few_seeds = [arm for arm, change in tested.items() if values.has_few_seeds(change)]
+    if len(with_few_seeds) == len(tested):
+        return f"Fewer than {ENOUGH_SEEDS} seeds each: no arm can be called better or worse than {against}."
 
     beyond_noise = {arm: change for arm, change in tested.items() if values.noise(change) == "beyond noise"}
     better = [arm for arm, change in beyond_noise.items() if (number(change, "value") or 0.0) > 0]
@@ -285,9 +286,8 @@ def sentence(summary: Summary, baseline: str, metric: Metric | None) -> str | No
         text += f"; worse: {', '.join(worse)}"
     missing = len(arms) - len(tested)
     text += f" ({values.plural(missing, 'arm')} could not be compared)." if missing else "."
-    fewest = min((change.get("seeds") or ENOUGH_SEEDS for change in beyond_noise.values()), default=ENOUGH_SEEDS)
-    if fewest < ENOUGH_SEEDS:
-        text += f" Of {values.plural(fewest, 'seed')}: too few to tell a method from luck."
+    if with_few_seeds:
+        text += f" Fewer than {ENOUGH_SEEDS} seeds, and so not judged: {', '.join(with_few_seeds)}."
     left_out = values.failed_runs({arm: summary[arm].get("failed") or () for arm in (*better, *worse, baseline)})
     if (better or worse) and left_out:
         text += f" Failed runs are left out: {left_out}."

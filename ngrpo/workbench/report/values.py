@@ -9,6 +9,7 @@ from typing import Any
 from jinja2 import Undefined
 
 from ngrpo.machine.console import span
+from ngrpo.workbench.statistics import ENOUGH_SEEDS
 
 MISSING = "–"
 _LARGEST = 1e100  # beyond it differences overflow; nothing measured is that large
@@ -114,13 +115,26 @@ def shares(unscored: object) -> str:
 
 
 def noise(difference: object) -> str | None:
-    """The outcome of a difference's test; None where it was not tested. One seed is never beyond noise."""
+    """The outcome of a difference's test; None where it was not tested. Too few seeds are never beyond noise."""
     within = dig(difference, "within_noise")
     if within is None:
         return None
     if within:
         return "within noise"
-    return "one seed" if dig(difference, "over") == "problems" else "beyond noise"
+    seeds = _seeds(difference)
+    return "beyond noise" if seeds >= ENOUGH_SEEDS else f"only {plural(seeds, 'seed')}"
+
+
+def has_few_seeds(difference: object) -> bool:
+    """Whether a difference is of fewer seeds than tell a method from luck."""
+    return _seeds(difference) < ENOUGH_SEEDS
+
+
+def _seeds(difference: object) -> int:
+    """The number of seeds of a difference; one that does not state it has enough, unless it is over problems."""
+    if dig(difference, "over") == "problems":
+        return 1
+    return int(number(difference, "seeds") or ENOUGH_SEEDS)
 
 
 def size(value: object) -> str:

@@ -257,8 +257,9 @@ def test_no_difference_of_shares_above_1_can_be_seen() -> None:
     assert difference["detectable"] is None
 
 
-def test_correction_decides_and_leaves_the_untested_out() -> None:
-    """p = 0.030 beside 0.031 is 0.061 corrected for two, and no longer beyond noise; one seed counts for nothing."""
+def test_correction_decides_and_one_seed_is_corrected_apart() -> None:
+    """p = 0.030 beside 0.031 is 0.091 corrected for three comparisons, and no longer beyond noise. The problems of one
+    seed have p = 2 / 2^6 = 0.031, tripled too; with it in one row, the others would be multiplied by less."""
     base = np.zeros((4, 1))
     first = statistics.paired(np.array([[1.0], [2.0], [3.0], [4.0]]), base)
     second = statistics.paired(np.array([[1.0], [2.0], [3.0], [4.02]]), base)
@@ -268,12 +269,17 @@ def test_correction_decides_and_leaves_the_untested_out() -> None:
 
     statistics.correct([first, second, one_seed])
 
-    for difference in (first, second):
+    for difference in (first, second, one_seed):
         assert difference["within_noise"]
-        assert difference["comparisons"] == 2
-        assert difference["p_corrected"] > 0.06
-    assert "comparisons" not in one_seed
-    assert not one_seed["within_noise"]
+        assert difference["comparisons"] == 3
+    assert first["p_corrected"] == pytest.approx(3 * first["p"])
+    assert one_seed["p_corrected"] == pytest.approx(3 * 2 / 2**6)
+    assert one_seed["detectable"] is None
+
+
+def test_comparisons_without_a_p_value_yet_count() -> None:
+    # 4 · 0.01 and 3 · 0.02: of four arms two have no finished run.
+    assert statistics.holm([0.02, 0.01], comparisons=4) == pytest.approx([0.06, 0.04])
 
 
 @pytest.mark.parametrize(("pairs", "comparisons"), [(3, 1), (5, 8)])
@@ -314,7 +320,10 @@ def over_problems(value: float, low: float) -> dict[str, Any]:
         "low": low,
         "high": value + 0.03,
         "over": "problems",
-        "p": None,
+        "p": 0.01,
+        "p_corrected": 0.03,
+        "comparisons": 3,
+        "tested": "problems",
         "seeds": 1,
         "within_noise": low <= 0.0,
     }
@@ -350,7 +359,8 @@ def over_problems(value: float, low: float) -> dict[str, Any]:
         pytest.param(
             over_problems(0.09, low=0.04),
             1,
-            "Mean@8 +0.090 [+0.040, +0.120] over problems against none, the problems agree, but",
+            "Mean@8 +0.090 [+0.040, +0.120] over problems against none"
+            " (p 0.01 over problems, 0.03 corrected for 3 comparisons), the problems agree, but one seed is too few",
             id="one seed whose problems agree",
         ),
         pytest.param(

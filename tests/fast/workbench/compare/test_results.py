@@ -127,10 +127,12 @@ def test_a_difference_by_hand(compared: Compared) -> None:
     assert difference["low"] == pytest.approx(0.1875 - 0.1553, abs=1e-4)
     assert difference["high"] == pytest.approx(0.1875 + 0.1553, abs=1e-4)
     assert difference["p"] == pytest.approx(0.0351, abs=1e-4)
-    # gumbel has no finished seed, so that there is one comparison and no correction.
-    assert difference["comparisons"] == 1
-    assert difference["p_corrected"] == difference["p"]
-    assert neighbor["verdict"].startswith("better: Mean@4 +0.188 [+0.032, +0.343] against none over 3 seeds (p 0.035)")
+    # gumbel has no finished seed, and is one of the two comparisons all the same.
+    assert difference["comparisons"] == 2
+    assert difference["p_corrected"] == pytest.approx(2 * difference["p"])
+    assert neighbor["verdict"].startswith(
+        "within noise: Mean@4 +0.188 [+0.032, +0.343] against none over 3 seeds (p 0.035, 0.07 corrected for 2"
+    )
 
 
 def test_the_change_of_the_reward_by_hand(compared: Compared) -> None:

@@ -216,15 +216,26 @@ def test_a_comparison_without_runs(tmp_path: Path) -> None:
 
 def test_one_seed_is_said_plainly(tmp_path: Path) -> None:
     text, page = written(tmp_path, example(seeds=1))
-    assert "With one seed the interval is over problems only." in page.text
+    note = "With one seed the interval is over problems only, and so is the test, corrected for 3 comparisons."
+    assert note in page.text
     assert "beyond noise" not in page.text
-    assert "+0.064, one seed" in page.text
+    assert "+0.064, only 1 seed" in page.text
     assert "Student" not in page.text
     assert "Holm" not in page.text
     assert "One seed only: the intervals show noise over problems, not over training runs." in page.text
     learning = text.split('<section id="learning">')[1].split("</section>")[0]
     assert 'class="band' not in learning
     assert 'class="line"' in learning
+
+
+def test_two_seeds_rank_no_arm(tmp_path: Path) -> None:
+    data = example(seeds=2, strategies=("none", "gumbel"))
+    data["summary"][1]["difference"]["mean_at_n"] |= {"within_noise": False}
+    _, page = written(tmp_path, data)
+    assert "Fewer than 3 seeds each: no arm can be called better or worse than “none” in Mean@32." in page.text
+    assert "Two seeds only: two differences may agree by luck" in page.text
+    assert "only 2 seeds" in page.text
+    assert "better than" not in page.text.replace("better or worse than", "").casefold()
 
 
 def test_a_curve_of_pass_at_n_stands_beside_that_of_mean_at_n(tmp_path: Path) -> None:

@@ -172,13 +172,19 @@ ONE_SEED = {**BETTER, "seeds": 1, "over": "problems"}
         ),
         pytest.param(
             {"a": TWO_SEEDS},
-            "Better than “none” in Mean@8 beyond noise: a. Of 2 seeds: too few to tell a method from luck.",
+            "Fewer than 3 seeds each: no arm can be called better or worse than “none” in Mean@8.",
             id="two seeds",
         ),
         pytest.param(
-            {"a": ONE_SEED},
-            "One seed each: no arm can be called better or worse than “none” in Mean@8.",
-            id="one seed",
+            {"a": ONE_SEED, "b": TWO_SEEDS},
+            "Fewer than 3 seeds each: no arm can be called better or worse than “none” in Mean@8.",
+            id="one seed and two",
+        ),
+        pytest.param(
+            {"a": ONE_SEED, "b": WORSE, "c": TWO_SEEDS},
+            "None of 3 arms is better than “none” in Mean@8 beyond noise; worse: b."
+            " Fewer than 3 seeds, and so not judged: a, c.",
+            id="arms with few seeds beside one with three",
         ),
         pytest.param(
             {"a": None},
