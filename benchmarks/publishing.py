@@ -63,9 +63,8 @@ def joined(first: Results, more: Results) -> Results:
             code and processors may differ; the runs of one seed are compared with each other.
 
     Returns:
-        With ``warnings`` where runs of one seed differ in code or processor; with ``repeated``: the runs of ``more``
-        that ``first`` has too, each with its processor; and with ``further_commands``: those that started the parts
-        after the first one.
+        With the ``warnings`` of all runs together; with ``repeated``: the runs of ``more`` that ``first`` has too, each
+        with its processor; and with ``further_commands``: those that started the parts after the first one.
 
     Raises:
         ValueError: where the two were not trained or evaluated in the same way, or an arm has other options.
@@ -87,10 +86,9 @@ def joined(first: Results, more: Results) -> Results:
     run_ids = {run["id"] for run in first_runs}
     processor_now = more["machine"].get("cpu")
     repeated = [{**run, "cpu": processor_now} for run in more["runs"] if run["id"] in run_ids]
-    warnings = [*first.get("warnings", ()), *more.get("warnings", ()), *results.unlike_conditions(runs)]
     processors_before = (first["machine"].get("cpu") or "").split("; ")
     processors = dict.fromkeys([*processors_before, processor_now])
-    return {
+    together = {
         **first,
         "machine": {**first["machine"], "cpu": "; ".join(filter(None, processors)) or None},
         "strategies": strategies,
@@ -98,7 +96,6 @@ def joined(first: Results, more: Results) -> Results:
         "repeated": [*first.get("repeated", ()), *repeated],
         "further_commands": [*first.get("further_commands", ()), more["command"]],
         "diagnosis": _joined_diagnosis(first["diagnosis"], more["diagnosis"]) if first["diagnosis"] else None,
-        "warnings": list(dict.fromkeys(warnings)),
         "summary": results.summarise(
             runs,
             [strategy["id"] for strategy in strategies],
@@ -106,6 +103,7 @@ def joined(first: Results, more: Results) -> Results:
             first["summary"][0].get("above", {}).get("threshold"),
         ),
     }
+    return {**together, "warnings": results.warnings_of(together)}
 
 
 def _conditions(results: Results) -> dict[str, Any]:

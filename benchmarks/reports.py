@@ -14,9 +14,13 @@ import os
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from benchmarks import gallery
+from ngrpo.workbench.compare import results
+from ngrpo.workbench.evaluate.evaluation import unscored
 from ngrpo.workbench.report import write_report
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
@@ -32,7 +36,26 @@ def packed_results() -> list[Path]:
 
 def write(packed: Path, page: Path) -> None:
     """Writes the report of committed results."""
-    write_report(json.loads(gzip.decompress(packed.read_bytes())), page)
+    write_report(with_unscored(json.loads(gzip.decompress(packed.read_bytes()))), page)
+
+
+def with_unscored(comparison: Mapping[str, Any]) -> dict[str, Any]:
+    """A results.json whose shares of unscored responses, and whose warnings, are those of its runs.
+
+    Results of release 0.1.0 have neither, although their evaluations hold the shares. Of parts that were joined, each
+    had its own warnings.
+    """
+    untrained = comparison["untrained"]
+    summary = []
+    for row in comparison["summary"]:
+        runs = [run for run in comparison["runs"] if run["strategy"] == row["strategy"]]
+        summary.append({**row, "unscored": results.mean_unscored(runs)})
+    complete = {
+        **comparison,
+        "summary": summary,
+        "untrained": untrained and {**untrained, "unscored": unscored(untrained)},
+    }
+    return {**complete, "warnings": results.warnings_of(complete)}
 
 
 def browser() -> str | None:

@@ -25,6 +25,8 @@ from benchmarks.markdown import table_lines
 from benchmarks.publishing import Results, comparisons, each_joined, publish, published
 from ngrpo.machine.storage import datafiles
 from ngrpo.workbench import statistics
+from ngrpo.workbench.compare.results import mean_unscored
+from ngrpo.workbench.report.values import shares
 from ngrpo.workbench.statistics import pass_at_k
 
 _DRIFT = "neighbors_changed_since_start"
@@ -138,12 +140,11 @@ def strategies(results: Results) -> list[list[str]]:
     table = []
     for row in results["summary"]:
         name = row["strategy"]
+        runs = [run for run in results["runs"] if run["strategy"] == name]
         diversity = [diagnosed[name]["diversity"]["score"]] if diagnosed.get(name) else []
         shifts = []
         drifts = []
-        for run in results["runs"]:
-            if run["strategy"] != name:
-                continue
+        for run in runs:
             shifts += [step["shift"] for step in run["steps"][:1] if "shift" in step]
             drifts += [step[_DRIFT] for step in run["steps"] if _DRIFT in step][-1:]
         ks = sorted(row["pass_at_k"], key=int)
@@ -154,6 +155,7 @@ def strategies(results: Results) -> list[list[str]]:
                 str(len(row["seeds"])),
                 statistics.in_words(row["mean_at_n"]),
                 statistics.in_words(largest_pass),
+                shares(mean_unscored(runs)),
                 row["verdict"],
                 _mean(diversity),
                 _mean(shifts),
@@ -201,6 +203,7 @@ def _task_lines(results: Results) -> list[str]:
         "seeds",
         f"Mean@{n}",
         f"Pass@{ks[-1]}" if ks else "Pass@k",
+        "cut / unreadable / timed out",
         f"against {results['baseline']}",
         "diversity before training",
         "shift at step 1",

@@ -4,7 +4,7 @@
 import csv
 import io
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -56,16 +56,23 @@ def collect(plan: Plan, folder: ComparisonFolder, command: Sequence[str], create
         "summary": summarise(runs, [arm.id for arm in plan.arms], plan.baseline, plan.threshold),
         "diagnosis": _named(folder.read("diagnosis/diagnosis.json"), plan.arms),
     }
-    warnings = []
-    for row in result["summary"]:
-        warnings += unscored_warnings(row["strategy"], row["unscored"])
-    warnings += unscored_warnings("before training", unscored(untrained or {}))
-    evaluations_by_name = {"before training": untrained, **{run["id"]: run["evaluation"] for run in runs}}
-    for name, evaluation in evaluations_by_name.items():
-        warnings += [f"{name}: {line}" for line in (evaluation or {}).get("warnings", ())]
-    result["warnings"] = warnings + unlike_conditions(runs)
+    result["warnings"] = warnings_of(result)
     # NaN and infinity have no place in JSON.
     return json.loads(json.dumps(result), parse_constant=lambda name: None)
+
+
+def warnings_of(results: Mapping[str, Any]) -> list[str]:
+    """Reasons to doubt the scores of a results.json: unscored responses, warnings of evaluations, unlike runs."""
+    untrained = results["untrained"]
+    warnings = []
+    for row in results["summary"]:
+        warnings += unscored_warnings(row["strategy"], row["unscored"])
+    warnings += unscored_warnings("before training", unscored(untrained or {}))
+    evaluations_by_name = {"before training": untrained}
+    evaluations_by_name |= {run["id"]: run["evaluation"] for run in results["runs"]}
+    for name, evaluation in evaluations_by_name.items():
+        warnings += [f"{name}: {line}" for line in (evaluation or {}).get("warnings", ())]
+    return warnings + unlike_conditions(results["runs"])
 
 
 def _arm_row(arm: Arm) -> dict[str, Any]:
@@ -292,11 +299,14 @@ def _row(
         baseline_scores = [_scores(baseline_runs[seed]) for seed in shared_seeds]
         row["difference"] = _differences(own_scores, baseline_scores)
     row["cost"] = _cost(runs, baseline_runs, shared_seeds)
-    unscored_by_run = [unscored(run["evaluation"] or {}) for run in runs.values()]
-    row["unscored"] = {}
-    for key in UNSCORED:
-        row["unscored"][key] = statistics.mean_of_known(unscored_shares[key] for unscored_shares in unscored_by_run)
+    row["unscored"] = mean_unscored(runs.values())
     return row
+
+
+def mean_unscored(runs: Iterable[Mapping[str, Any]]) -> dict[str, float | None]:
+    """The shares of responses of which a score may say little: the mean over the runs of an arm."""
+    shares_by_run = [unscored(run["evaluation"] or {}) for run in runs]
+    return {key: statistics.mean_of_known(run_shares[key] for run_shares in shares_by_run) for key in UNSCORED}
 
 
 Scores = Mapping[str, Mapping[str, float]]

@@ -154,6 +154,9 @@ def test_parts_of_a_study_are_joined_to_the_whole(tmp_path: Path, monkeypatch: p
     assert together["sums"]["summary"] == whole["summary"]
     assert {run["id"] for run in together["sums"]["runs"]} == {run["id"] for run in whole["runs"]}
     assert together["sums"]["machine"]["cpu"] == "one; other", "each processor once"
+    of_all_runs = comparison.warnings_of(together["sums"])
+    assert together["sums"]["warnings"] == of_all_runs, "no part has warnings of its own"
+    assert sum("none: " in line and "cut" in line for line in of_all_runs) == 1
     tables = Path("out/tables.md").read_text()
     assert "(3 seeds)" in tables
     for seed in range(3):
@@ -222,10 +225,10 @@ def test_a_seed_whose_runs_came_from_different_code_is_named() -> None:
     whole = example(steps=2)
     for run in whole["runs"]:
         run["code"] = "aaa" if run["seed"] == 0 else "bbb"
-    assert publishing.joined(whole, whole)["warnings"] == []
+    assert not any("code" in line for line in publishing.joined(whole, whole)["warnings"])
     (changed,) = (run for run in whole["runs"] if run["strategy"] == "neighbor" and run["seed"] == 0)
     changed["code"] = "bbb"
-    (warning,) = publishing.joined(whole, whole)["warnings"]
+    *_, warning = publishing.joined(whole, whole)["warnings"]
     assert warning.startswith("seed 0: its runs differ in the code of this project (aaa, bbb), and not only in their")
 
 
