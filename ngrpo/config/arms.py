@@ -100,6 +100,11 @@ class Arm:
         return [*self.perturbation_flags, *self.training_flags]
 
 
+def is_of_method(key: str) -> bool:
+    """Whether a key of :attr:`Arm.settings` chooses the method: the perturbation, the preset, or another kind's."""
+    return key.startswith(_PREFIX) or key == "base" or any(re.fullmatch(keys, key) for keys in _KIND_KEYS.values())
+
+
 def _words(settings: Mapping[str, str]) -> list[str]:
     return [f"{key}={value}" if value else key for key, value in settings.items()]
 

@@ -20,7 +20,7 @@ from ngrpo.workbench.compare.runs import ComparisonFolder, status
 from ngrpo.workbench.evaluate.evaluation import UNSCORED, unscored, unscored_warnings
 from ngrpo.workbench.report import write_report
 from ngrpo.workbench.report.charts import evaluations
-from ngrpo.workbench.report.headline import by_arm, evaluated
+from ngrpo.workbench.report.headline import by_arm, evaluated, trained_otherwise
 from ngrpo.workbench.report.responses import MOST_BYTES, fitting
 from ngrpo.workbench.report.values import dig, failed_runs, format_number, shares
 
@@ -471,8 +471,9 @@ def table(results: Mapping[str, Any]) -> str:
             cells.append("–" if ratio is None else f"×{ratio:.2f}")
         lines.append(cells)
     verdicts = [f"{row['strategy']}: {row['verdict']}" for row in results["summary"]]
+    others = [f"not only another method: {line}" for line in trained_otherwise(results)]
     warnings = [f"warning: {line}" for line in results["warnings"]]
-    return "\n".join([*text_table(lines, left=len(header)), "", *verdicts, *warnings])
+    return "\n".join([*text_table(lines, left=len(header)), "", *verdicts, *others, *warnings])
 
 
 def _reward_change(row: Mapping[str, Any]) -> str:

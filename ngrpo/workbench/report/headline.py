@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ngrpo.config import stretches
+from ngrpo.config.arms import is_of_method
+from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.workbench.report import values
 from ngrpo.workbench.report.drawing import Series, by_series
 from ngrpo.workbench.report.values import dig, format_number, number, rows
@@ -64,6 +66,7 @@ def comparison(results: Mapping[str, Any], series: Mapping[str, Series]) -> dict
         "warnings": results.get("warnings"),
         "few_seeds": len(seeds) if 0 < len(seeds) < ENOUGH_SEEDS else None,
         "sentence": sentence(summary, baseline, deciding),
+        "trained_otherwise": trained_otherwise(results),
         "forest": forest(series, summary, baseline, metric) if baseline in summary else [],
         "measure": metric.heading,
         "baseline": baseline,
@@ -292,6 +295,42 @@ def sentence(summary: Summary, baseline: str, metric: Metric | None) -> str | No
     if (better or worse) and left_out:
         text += f" Failed runs are left out: {left_out}."
     return text
+
+
+def trained_otherwise(results: Mapping[str, Any]) -> list[str]:
+    """The arms that differ from the baseline in more than their methods, a line for those that differ in the same.
+
+    An arm may have any flag of the training, such as another model, dataset, reward or length. Dynamic filtering, too,
+    leaves arms of one command with different numbers of steps.
+    """
+    baseline = str(results.get("baseline"))
+    settings = {str(row.get("id")): row.get("settings") or {} for row in rows(results, "strategies")}
+    if baseline not in settings:
+        return []
+    shared = Flags(results.get("openrlhf_args") or ())
+    keys = dict.fromkeys(key for own in settings.values() for key in own if not is_of_method(key))
+    facts = {}
+    for arm, own in settings.items():
+        facts[arm] = {f"--{key}": own.get(key, shared.value(f"--{key}")) for key in keys}
+        counts = {len(run["steps"]) for run in rows(results, "runs") if run["strategy"] == arm and run.get("steps")}
+        if counts:
+            facts[arm]["training steps"] = " or ".join(map(str, sorted(counts)))
+
+    arms_by_difference: dict[str, list[str]] = {}
+    for arm, own_facts in facts.items():
+        differences = []
+        for name, value in own_facts.items():
+            of_baseline = facts[baseline].get(name, value)
+            if value != of_baseline:
+                differences.append(f"{name} {_flag_value(value)} ({baseline}: {_flag_value(of_baseline)})")
+        if differences:
+            arms_by_difference.setdefault(", ".join(differences), []).append(arm)
+    return [f"{', '.join(arms)}: {difference}" for difference, arms in arms_by_difference.items()]
+
+
+def _flag_value(value: str | None) -> str:
+    """The value of a flag; a switch has none."""
+    return "not given" if value is None else value or "on"
 
 
 def by_arm(results: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:

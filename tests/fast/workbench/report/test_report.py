@@ -13,6 +13,7 @@ import pytest
 
 from ngrpo import cli
 from ngrpo.workbench import report
+from ngrpo.workbench.compare import results
 from ngrpo.workbench.report import write_report
 from tests.support.report_example import ERROR, STRATEGIES, diagnosis, example
 from tests.support.report_page import Page, check_numbers, written
@@ -226,6 +227,18 @@ def test_one_seed_is_said_plainly(tmp_path: Path) -> None:
     learning = text.split('<section id="learning">')[1].split("</section>")[0]
     assert 'class="band' not in learning
     assert 'class="line"' in learning
+
+
+def test_flags_of_an_arm_stand_beside_the_finding(tmp_path: Path) -> None:
+    strategies = ("none", "none rollout.temperature=1.05", "gumbel")
+    data = example(strategies=strategies)
+    _, page = written(tmp_path, data)
+    assert "Arms differ in more than their methods, and a difference to none may come from this" in page.text
+    line = "none rollout.temperature=1.05: --rollout.temperature 1.05 (none: not given)"
+    assert line in page.text
+    assert f"not only another method: {line}" in results.table({**data, "warnings": []})
+    _, page = written(tmp_path, example())
+    assert "more than their methods" not in page.text
 
 
 def test_two_seeds_rank_no_arm(tmp_path: Path) -> None:

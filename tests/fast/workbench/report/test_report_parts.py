@@ -198,6 +198,30 @@ def test_the_sentence(differences: dict[str, Any], sentence: str | None) -> None
     assert headline.sentence(summary(**differences), "none", MEAN) == sentence
 
 
+def test_arms_that_differ_in_more_than_their_methods_are_named() -> None:
+    """Options, presets and credits are methods. Of a flag that all share, a value of its own counts alone."""
+    settings = {
+        "none": {"actor.freezing": ""},
+        "method": {"perturbation.rate": "0.2", "base": "gspo", "credit": "clip_cov", "credit.top": "0.1"},
+        "small": {"data.max_samples": "48", "actor.freezing": ""},
+        "small too": {"data.max_samples": "48", "actor.freezing": ""},
+        "as all": {"data.max_samples": "96", "actor.freezing": ""},
+    }
+    steps = {"none": 12, "method": 12, "small": 12, "small too": 12, "as all": 11}
+    data = {
+        "baseline": "none",
+        "strategies": [{"id": arm, "settings": own} for arm, own in settings.items()],
+        "openrlhf_args": ["--data.max_samples", "96"],
+        "runs": [{"strategy": arm, "steps": [{}] * count} for arm, count in steps.items()],
+    }
+    assert headline.trained_otherwise(data) == [
+        "method: --actor.freezing not given (none: on)",
+        "small, small too: --data.max_samples 48 (none: 96)",
+        "as all: training steps 11 (none: 12)",
+    ]
+    assert headline.trained_otherwise({**data, "baseline": None}) == []
+
+
 def test_failed_runs_that_a_finding_leaves_out_are_said() -> None:
     rows = summary(a=BETTER, b=WITHIN)
     rows["none"]["failed"] = []
