@@ -14,6 +14,7 @@ import numpy as np
 
 from ngrpo.machine.console import Report, text_table
 from ngrpo.machine.storage.result_folder import SETTINGS, ResultFolder
+from ngrpo.machine.upstream.versions import Conditions, differing_conditions
 from ngrpo.workbench import statistics
 from ngrpo.workbench.evaluate.evaluation import (
     DEFAULT_KS,
@@ -24,10 +25,13 @@ from ngrpo.workbench.evaluate.evaluation import (
     unscored,
     unscored_warnings,
 )
+from ngrpo.workbench.evaluate.missing_samples import drawn_by
 from ngrpo.workbench.report.values import shares
 from perturbations.errors import UsageError
 
 _TAUS = (0.25, 0.5, 0.75)
+# The options of vLLM that change what a model computes, with the values that they have where they are not given.
+_NUMERICS = {"dtype": "auto", "quantization": None, "kv_cache_dtype": "auto"}
 
 
 class Texts(NamedTuple):
@@ -44,8 +48,8 @@ class Texts(NamedTuple):
 class SampleFile(NamedTuple):
     """One evaluation: by problem its rows, the number of responses and of right ones, and its texts.
 
-    ``missing`` is how many samples an unfinished evaluation lacks. ``settings`` are those of the evaluation, as far as
-    its folder has them.
+    ``missing`` is how many samples an unfinished evaluation lacks. ``settings`` are those of the evaluation, and
+    ``drawn_by`` the conditions of each run that sampled, as far as its folder has them.
     """
 
     name: str
@@ -54,6 +58,7 @@ class SampleFile(NamedTuple):
     texts: Texts
     missing: int = 0
     settings: Mapping[str, Any] = MappingProxyType({})
+    drawn_by: Sequence[Conditions] = ()
 
     def unscored(self, problems: Iterable[str]) -> dict[str, float | None]:
         """The shares of these problems' responses that a score says little of; None where the file has no such key."""
@@ -104,7 +109,12 @@ def lines(
         if missing:
             head.append(f"{file.name}: {missing} of its {len(file.counts)} problems are not in all files, left out")
     rows = _rows(sample_files, counts_by_file, unscored_by_file, measures(k, tau, min(sizes)))
-    warnings = [*_sample_warnings(sample_files, unscored_by_file), *_setting_warnings(sample_files)]
+    warnings = [
+        *_sample_warnings(sample_files, unscored_by_file),
+        *_setting_warnings(sample_files),
+        *_prompt_warnings(sample_files, problems),
+        *_condition_warnings(sample_files),
+    ]
     notes = [f"warning: {warning}" for warning in warnings]
     notes += [
         "difference: to the first; * beyond noise, corrected p below 0.05 (over problems, Holm: the exact sign-flip"
@@ -178,13 +188,43 @@ def _setting_warnings(files: Sequence[SampleFile]) -> list[str]:
     return warnings
 
 
+def _prompt_warnings(files: Sequence[SampleFile], problems: Sequence[tuple[str, ...]]) -> list[str]:
+    """A warning for each evaluation whose prompts, as its model read them, are others than the first one's."""
+    first, *others = files
+    warnings = []
+    for number, file in enumerate(others, start=1):
+        unlike = 0
+        for names in problems:
+            prompt = file.texts.prompt.get(names[number])
+            first_prompt = first.texts.prompt.get(names[0])
+            unlike += prompt is not None and first_prompt is not None and prompt[0] != first_prompt[0]
+        if unlike:
+            warnings.append(
+                f"{file.name} rendered {unlike} of {len(problems)} prompts otherwise than {first.name}, as another chat"
+                " template does."
+            )
+    return warnings
+
+
+def _condition_warnings(files: Sequence[SampleFile]) -> list[str]:
+    """A warning where the evaluations were drawn with other releases, other code or on other hardware."""
+    if len(files) == 1:
+        return []
+    differences = differing_conditions(recorded for file in files for recorded in file.drawn_by)
+    return [f"the responses were drawn with different {', '.join(differences)}."] if differences else []
+
+
 def _compared(file: SampleFile) -> dict[str, Any]:
     """The settings in which two evaluations should agree, by name: how responses are drawn and judged."""
     sampling = {name: value for name, value in file.settings.get("sampling", {}).items() if name != "seed"}
+    engine = {}
+    if "engine" in file.settings:
+        for option, default in _NUMERICS.items():
+            engine[f"the engine's {option}"] = file.settings["engine"].get(option, default)
     scorers = {"the scorer": file.settings["scorer"]} if "scorer" in file.settings else {}
     digest_by_path = file.settings.get("scorer_files", {})
     digests = {f"the content of {path}": digest[:12] for path, digest in digest_by_path.items()}
-    return {**sampling, **scorers, **digests}
+    return {**sampling, **engine, **scorers, **digests}
 
 
 def _with_names(paths: Sequence[str], files: Sequence[SampleFile]) -> list[SampleFile]:
@@ -298,6 +338,7 @@ def read(named_path: str, report: Report = lambda line: None) -> SampleFile:
         ),
         missing=settings["problems"] * settings["n"] - len(rows) if "n" in settings else 0,
         settings=settings,
+        drawn_by=drawn_by(folder) if file.name == SAMPLES else (),
     )
 
 

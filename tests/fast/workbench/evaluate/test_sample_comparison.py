@@ -11,6 +11,7 @@ from scipy import stats
 
 from ngrpo import cli
 from ngrpo.machine.storage.result_folder import ResultFolder, write_json
+from ngrpo.workbench.evaluate.missing_samples import DRAWN_BY
 from ngrpo.workbench.evaluate.sample_comparison import lines, measures, read
 from perturbations.errors import UsageError
 
@@ -255,6 +256,36 @@ def test_other_settings_of_sampling_and_scoring_are_warned_of(tmp_path: Path) ->
     report = lines([base, ours])
     assert "warning: y has temperature 0.6, and x has 1.0." in report
     assert "warning: y has the scorer own.py, and x has math." in report
+
+
+def test_other_numbers_prompts_and_releases_are_warned_of(tmp_path: Path) -> None:
+    base = write_evaluation(tmp_path / "x", BASE)
+    ours = write_evaluation(tmp_path / "y", OURS)
+
+    def warnings_of_how(report: list[str]) -> list[str]:
+        warnings = [line.removeprefix("warning: ") for line in report if line.startswith("warning")]
+        return [line for line in warnings if "% of the responses" not in line]
+
+    def leave(folder: str, engine: dict[str, Any], vllm: str) -> None:
+        write_json(tmp_path / folder / "settings.json", {"engine": engine})
+        conditions = {"versions": {"vllm": vllm, "torch": "2.13"}, "machine": {"cpu": "AMD EPYC"}}
+        write_rows(tmp_path / folder / DRAWN_BY, [conditions])
+
+    leave("x", {"dtype": "float32", "block_size": 32}, "0.28.0")
+    leave("y", {"dtype": "float32", "block_size": 16, "quantization": None}, "0.28.0")
+    assert not warnings_of_how(lines([base, ours])), "blocks change no number"
+
+    leave("y", {}, "0.29.0")
+    samples = tmp_path / "y" / "samples.jsonl"
+    samples.write_text(samples.read_text().replace("<user>a?", "<system>Think.<user>a?"))
+    report = lines([base, ours])
+
+    assert report[1] == "paired by their text"
+    assert warnings_of_how(report) == [
+        "y has the engine's dtype auto, and x has float32.",
+        "y rendered 1 of 5 prompts otherwise than x, as another chat template does.",
+        "the responses were drawn with different vllm (0.28.0, 0.29.0).",
+    ]
 
 
 def test_two_files_of_one_name_are_refused(tmp_path: Path) -> None:
