@@ -84,13 +84,15 @@ def joined(first: Results, more: Results) -> Results:
     first_runs = [run for run in first["runs"] if run["status"] == "done" or run["id"] not in finished_now]
     runs = _union(first_runs, more["runs"], "id")
     run_ids = {run["id"] for run in first_runs}
-    processor_now = more["machine"].get("cpu")
-    repeated = [{**run, "cpu": processor_now} for run in more["runs"] if run["id"] in run_ids]
-    processors_before = (first["machine"].get("cpu") or "").split("; ")
-    processors = dict.fromkeys([*processors_before, processor_now])
+    repeated = [{**run, "cpu": more["machine"].get("cpu")} for run in more["runs"] if run["id"] in run_ids]
+    machine = dict(first["machine"])
+    for component in ("cpu", "gpu"):
+        names_before = (machine.get(component) or "").split("; ")
+        names = dict.fromkeys([*names_before, more["machine"].get(component)])
+        machine[component] = "; ".join(filter(None, names)) or None
     together = {
         **first,
-        "machine": {**first["machine"], "cpu": "; ".join(filter(None, processors)) or None},
+        "machine": machine,
         "strategies": strategies,
         "runs": runs,
         "repeated": [*first.get("repeated", ()), *repeated],

@@ -8,12 +8,12 @@ import logging
 import os
 import re
 import socket
-import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
+from ngrpo.machine.upstream.versions import of_visible_gpus
 from perturbations.errors import UsageError
 
 GIB = 2**30
@@ -120,18 +120,10 @@ def here() -> Machine | None:
 
 
 def _free_memory() -> float | None:
-    """Free bytes of the fullest visible GPU, as ``nvidia-smi`` tells them; None where it does not.
-
-    torch could tell too, but would begin a context of half a gigabyte on each GPU.
-    """
-    command = ["nvidia-smi", "--query-gpu=memory.free", "--format=csv,noheader,nounits"]
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible:
-        command.append(f"--id={visible}")
+    """Free bytes of the fullest visible GPU, as ``nvidia-smi`` tells them; None where it does not."""
     try:
-        completed = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-        return min(float(line) for line in completed.stdout.splitlines()) * 2**20
-    except (OSError, subprocess.SubprocessError, ValueError):
+        return min(float(mebibytes) for mebibytes in of_visible_gpus("memory.free")) * 2**20
+    except ValueError:  # it tells nothing, or another text than a number
         return None
 
 

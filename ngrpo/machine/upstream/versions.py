@@ -8,6 +8,8 @@ import hashlib
 import os
 import platform
 import re
+import subprocess
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
@@ -123,13 +125,35 @@ def _code() -> str:
 
 
 def machine() -> dict[str, Any]:
-    """Where this runs, for results."""
-    return {
+    """Where this runs, for results; ``gpu`` only where there is one."""
+    facts = {
         "system": platform.platform(),
         "cpu": processor(),
         "cores": os.cpu_count(),
         "python": platform.python_version(),
     }
+    gpus = Counter(of_visible_gpus("name"))
+    if gpus:
+        facts["gpu"] = ", ".join(name if count == 1 else f"{count} × {name}" for name, count in gpus.items())
+    return facts
+
+
+def of_visible_gpus(fact: str) -> list[str]:
+    """A fact of each GPU that CUDA_VISIBLE_DEVICES shows, such as ``name``, from ``nvidia-smi``; empty without it.
+
+    torch could tell too, but would begin a context of half a gigabyte on each GPU.
+    """
+    command = ["nvidia-smi", f"--query-gpu={fact}", "--format=csv,noheader,nounits"]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible == "":
+        return []
+    if visible is not None:
+        command.append(f"--id={visible}")
+    try:
+        completed = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return completed.stdout.splitlines()
 
 
 def conditions(model_runner: str | None = None) -> Conditions:
@@ -151,8 +175,12 @@ def differing(settings: Iterable[Mapping[str, str | None]]) -> list[str]:
 
 
 def differing_conditions(conditions: Iterable[Conditions]) -> list[str]:
-    """What several :func:`conditions` differ in: releases, the code, or the processor."""
-    return differing({**recorded["versions"], "processor": recorded["machine"]["cpu"]} for recorded in conditions)
+    """What several :func:`conditions` differ in: releases, the code, the processor or the GPU."""
+    settings = []
+    for recorded in conditions:
+        machine_facts = recorded["machine"]
+        settings.append({**recorded["versions"], "processor": machine_facts["cpu"], "GPU": machine_facts.get("gpu")})
+    return differing(settings)
 
 
 def processor() -> str:

@@ -135,6 +135,7 @@ def _run(plan: Plan, run: Run, folder: ComparisonFolder) -> dict[str, Any]:
         "sampling": summary.get("sampling"),
         "code": dig(summary, "versions", CODE),
         "cpu": dig(summary, "machine", "cpu"),
+        "gpu": dig(summary, "machine", "gpu"),
         "steps": summary.get("steps", []),
         "evaluations": evaluations(summary),
         "evaluation": folder.read(f"{path}/evaluation/evaluation.json") if is_done else None,
@@ -149,7 +150,7 @@ def unlike_conditions(runs: Sequence[Mapping[str, Any]]) -> list[str]:
     by_seed: dict[int, list[dict[str, str | None]]] = {}
     for run in runs:
         if run["status"] == "done":
-            conditions = {"code of this project": run.get("code"), "processor": run.get("cpu")}
+            conditions = {"code of this project": run.get("code"), "processor": run.get("cpu"), "GPU": run.get("gpu")}
             by_seed.setdefault(run["seed"], []).append(conditions)
     return [
         f"seed {seed}: its runs differ in the {difference}, and not only in their arms. To run them alike, give --out"

@@ -138,7 +138,7 @@ def test_parts_of_a_study_are_joined_to_the_whole(tmp_path: Path, monkeypatch: p
     whole = example(steps=2)
     parts = [("more", whole)]
     for seed, cpu in ((0, "one"), (1, "other"), (2, "other")):
-        machine = {**whole["machine"], "cpu": cpu}
+        machine = {**whole["machine"], "cpu": cpu, "gpu": f"card of {cpu}"}
         command = ["ngrpo", "compare", "--seeds", str(seed)]
         parts.append(("sums", {**part(whole, {seed}), "machine": machine, "command": command}))
     for number, (task, results) in enumerate(parts):
@@ -154,6 +154,7 @@ def test_parts_of_a_study_are_joined_to_the_whole(tmp_path: Path, monkeypatch: p
     assert together["sums"]["summary"] == whole["summary"]
     assert {run["id"] for run in together["sums"]["runs"]} == {run["id"] for run in whole["runs"]}
     assert together["sums"]["machine"]["cpu"] == "one; other", "each processor once"
+    assert together["sums"]["machine"]["gpu"] == "card of one; card of other"
     of_all_runs = comparison.warnings_of(together["sums"])
     assert together["sums"]["warnings"] == of_all_runs, "no part has warnings of its own"
     assert sum("none: " in line and "cut" in line for line in of_all_runs) == 1

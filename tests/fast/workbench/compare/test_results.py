@@ -175,13 +175,24 @@ def test_failed_runs_stand_beside_the_verdict(compared: Compared) -> None:
     assert "2 (1 failed)" in results.table(collected)
 
 
-def test_runs_of_one_seed_that_differ_in_code_are_named(compared: Compared) -> None:
+@pytest.mark.parametrize(
+    ("fact", "difference"),
+    [
+        (("versions", "code of ngrpo"), "code of this project"),
+        (("machine", "cpu"), "processor"),
+        (("machine", "gpu"), "GPU"),
+    ],
+)
+def test_runs_of_one_seed_that_differ_in_code_or_hardware_are_named(
+    compared: Compared, fact: tuple[str, str], difference: str
+) -> None:
+    section, key = fact
     for run in compared.plan.runs()[:2]:
         path = f"runs/{run.id}/summary.json"
         summary = compared.folder.read(path)
-        compared.folder.write(path, {**summary, "versions": {"code of ngrpo": run.arm.id}})
+        compared.folder.write(path, {**summary, section: {key: run.arm.id}})
     (warning,) = results.collect(compared.plan, compared.folder, [], "")["warnings"][-1:]
-    assert warning.startswith("seed 0: its runs differ in the code of this project (neighbor, none)")
+    assert warning.startswith(f"seed 0: its runs differ in the {difference} (neighbor, none)")
 
 
 def test_evaluations_while_training_are_kept(compared: Compared) -> None:
