@@ -27,6 +27,7 @@ from ngrpo.workbench.diagnose.measures import arm_rows, groups_of
 from ngrpo.workbench.evaluate.engine import RolloutPolicy
 from ngrpo.workbench.report import write_report
 from ngrpo.workbench.report.diagnosis_charts import MEASURES
+from ngrpo.workbench.report.headline import UNCORRECTED
 from ngrpo.workbench.report.values import dig, format_number
 from perturbations.errors import UsageError, require
 
@@ -355,7 +356,7 @@ def table(diagnosis: dict[str, Any]) -> str:
 
 
 def differences(diagnosis: dict[str, Any]) -> str:
-    """One line per arm: its paired differences to the unperturbed one, and whether they are within noise."""
+    """A line for each arm with its paired differences to the unperturbed one, and what is to be expected by chance."""
     lines = []
     for row in diagnosis["strategies"]:
         texts = []
@@ -366,7 +367,7 @@ def differences(diagnosis: dict[str, Any]) -> str:
             )
         if texts:
             lines.append(f"{row['name']} against {diagnosis['baseline']}: {'; '.join(texts)}")
-    return "\n".join(lines)
+    return "\n".join([*lines, UNCORRECTED] if lines else [])
 
 
 def warnings_of(rows: Sequence[dict[str, Any]], arms: Sequence[Arm]) -> list[str]:

@@ -20,6 +20,10 @@ _MOST_K = 4
 # The picture of a difference is 200 wide. No difference is in its middle, the largest one _HALF away from it.
 _MIDDLE = 100.0
 _HALF = 92.0
+UNCORRECTED = (
+    "Each difference is judged alone at 95%, whatever the number of arms: of twenty comparisons of equal arms, about"
+    " one is called different by chance."
+)
 Summary = Mapping[str, Mapping[str, Any]]
 """The summary's rows by the id of their arm."""
 
@@ -159,6 +163,7 @@ def diagnosis(diagnosis: Mapping[str, Any], series: Mapping[str, Series]) -> dic
         "warnings": diagnosis.get("warnings"),
         "beside": baseline.get("name"),
         "verdicts": verdicts,
+        "uncorrected": UNCORRECTED,
         "table": {"listed": listed} if listed else None,
     }
 

@@ -467,5 +467,7 @@ def test_a_difference_in_words() -> None:
         {"name": "none", "difference": None},
         {"name": "soft", "difference": {"diversity": diversity}},
     ]
-    line = differences({"baseline": "none", "strategies": rows})
+    line, caution = differences({"baseline": "none", "strategies": rows}).splitlines()
     assert line == "soft against none: diversity +0.250 (-0.100 to +0.500, within noise)"
+    assert "of twenty comparisons of equal arms, about one is called different by chance" in caution
+    assert differences({"baseline": "none", "strategies": [{"name": "none", "difference": None}]}) == ""

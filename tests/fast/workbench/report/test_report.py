@@ -84,6 +84,7 @@ def test_diagnosis_is_judged_by_its_paired_differences(tmp_path: Path) -> None:
     data["strategies"][0]["intervals"]["validity"] = [0.87, 0.92]
     _, page = written(tmp_path, data)
     assert "gumbel against none: diversity 0.637 against 0.672, within noise; validity 0.945" in page.text
+    assert "Each difference is judged alone at 95%, whatever the number of arms" in page.text
 
     gumbel = data["strategies"][3]
     gumbel["difference"]["validity"]["within_noise"] = False
