@@ -133,7 +133,9 @@ def _check_evaluations(evaluations: Sequence[Results]) -> None:
             raise ValueError(f"evaluations with different {what} are not joined: {recorded[0]} and {unlike[0]}")
 
     check("numbers of responses", [evaluation.get("n") for evaluation in evaluations])
-    check("sampling", [evaluation.get("sampling") for evaluation in evaluations])
+    # Each seed of a comparison is evaluated with draws of its own.
+    samplings = [evaluation.get("sampling") for evaluation in evaluations]
+    check("sampling", [sampling and {**sampling, "seed": None} for sampling in samplings])
     check("scorers", [evaluation.get("scorer") for evaluation in evaluations])
     check("contents of the problem file", [evaluation.get("digest") for evaluation in evaluations])
     check("problems", [_ids(evaluation) for evaluation in evaluations])
