@@ -119,6 +119,9 @@ def _perturbation_checks(perturbation: Perturbation) -> _Checks:
     for number, (label, step) in enumerate(proposal.steps(vocabulary)):
         check = partial(proposal.check_step, perturbation, label, step)
         yield Check(f"proposals for {label}", check, needed=number == 0)
+    if perturbation.has_density and perturbation.zero_mean_score:
+        _, ordinary = proposal.steps(vocabulary)[0]
+        yield Check("the density is that of the draws", partial(proposal.check_draws, perturbation, ordinary))
     _, step = proposal.steps(vocabulary)[1]
     yield Check("no wait for the device", partial(proposal.check_waits, perturbation, step))
     yield Check("positions at which it acts", partial(proposal.check_acts, perturbation, vocabulary))

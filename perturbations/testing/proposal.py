@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from perturbations import InputEdit, Perturbation, Proposal, Step, streams, user_files
-from perturbations.base import Replayed
 from perturbations.edit import realise
 from perturbations.embeddings import matrix_embeddings
+from perturbations.testing.density import check_density, check_is_of_the_draws
 from perturbations.testing.report import (
     CLOSE,
     EVERY_ROW,
@@ -21,7 +21,7 @@ from perturbations.testing.report import (
     check_tensor,
     differing,
     expect,
-    of_rows,
+    refuse,
 )
 from perturbations.testing.waits import check_without_values
 
@@ -73,7 +73,7 @@ def steps(vocabulary: int) -> list[tuple[str, Step]]:
     masked[:, :3] = -torch.inf
     masked[1, 4:] = -torch.inf  # one possible token, as grammars do
     peaked = raw.clone()
-    peaked[torch.arange(ROWS), torch.arange(ROWS) + 9] = 1e4
+    peaked[torch.arange(ROWS), torch.tensor([0, vocabulary - 1, 11, 12, 13, 14, 15])] = 1e4
     fifth_largest = raw.topk(5, dim=-1).values[:, -1:]
     likely = torch.where(raw >= fifth_largest, raw, -torch.inf)
     return [
@@ -158,6 +158,11 @@ def check_acts(perturbation: Perturbation, vocabulary: int) -> None:
     )
 
 
+def check_draws(perturbation: Perturbation, step: Step) -> None:
+    """The density is that of what the perturbation draws."""
+    check_is_of_the_draws(perturbation, _readable(perturbation, step))
+
+
 def check_waits(perturbation: Perturbation, step: Step) -> None:
     """A proposal needs no value on the host; a neighbor index may work there, since it is an operator of its own."""
     module = perturbation.module(_DIMENSION) if perturbation.reads_hidden else None
@@ -179,7 +184,7 @@ def _check_proposal(perturbation: Perturbation, step: Step, proposal: Proposal, 
     check_tensor(f"{where} tokens{place}", proposal.tokens, (rows,), torch.int64, device)
     for name, ids in (("edit.ids", edit.ids), ("tokens", proposal.tokens)):
         is_wrong = (ids < 0) | (ids >= vocabulary)
-        _refuse(ids, is_wrong, f"{where} {name}", f"Token ids must be in [0, {vocabulary - 1}].")
+        refuse(ids, is_wrong, f"{where} {name}", _fix_of_ids(ids[is_wrong], vocabulary))
     _check_weights(perturbation, proposal, where)
     if proposal.acts is not None:
         check_tensor(f"{where} acts", proposal.acts, (rows,), torch.bool, device)
@@ -192,10 +197,21 @@ def _check_proposal(perturbation: Perturbation, step: Step, proposal: Proposal, 
     expect(is_finite, f"{where} the perturbed input is not finite.", "Check weights, sigma and vectors.")
 
 
+def _fix_of_ids(wrong_ids: Tensor, vocabulary: int) -> str:
+    """How to correct ids that are no tokens: the neighbors of the first and the last token, or a certain model's."""
+    fix = f"Token ids must be in [0, {vocabulary - 1}]"
+    if ((wrong_ids == -1) | (wrong_ids == vocabulary)).all():
+        return f"{fix}, also where step.sampled is the first or the last of them: clamp what is added to a token's id."
+    return (
+        f"{fix}: this check's model has {vocabulary} tokens, the fewest that check_model accepts. If the id is that of"
+        " one model's token, let check_model(self, vocabulary) raise UsageError where vocabulary <= id."
+    )
+
+
 def _check_weights(perturbation: Perturbation, proposal: Proposal, where: str) -> None:
     """Weights are finite and of the kind that ``mixture`` names."""
     weights = proposal.edit.weights
-    _refuse(
+    refuse(
         weights,
         ~torch.isfinite(weights),
         f"{where} edit.weights",
@@ -208,7 +224,7 @@ def _check_weights(perturbation: Perturbation, proposal: Proposal, where: str) -
         "It must be 'convex' (weights not negative, sum 1), 'affine' (sum 1) or 'free'.",
     )
     if mixture == "convex":
-        _refuse(
+        refuse(
             weights,
             weights < 0.0,
             f"{where} edit.weights",
@@ -250,15 +266,15 @@ def _check_optional_tensors(edit: InputEdit, rows: int, device: torch.device, wh
         label = f"{where} edit.{name}"
         check_tensor(label, values, shape, torch.float32, device)
         if name == "sigma":
-            _refuse(values, ~torch.isfinite(values) | (values < 0.0), label, "It must be finite and not negative.")
+            refuse(values, ~torch.isfinite(values) | (values < 0.0), label, "It must be finite and not negative.")
         else:
-            _refuse(values, ~torch.isfinite(values), label, "It must be finite.")
+            refuse(values, ~torch.isfinite(values), label, "It must be finite.")
 
 
 def _check_text(perturbation: Perturbation, step: Step, proposal: Proposal, where: str) -> None:
     """The tokens in the text are possible, and are the sampled ones where ``samples_text`` says so."""
     is_impossible = step.logits.gather(-1, proposal.tokens.unsqueeze(-1)).isneginf().flatten()
-    _refuse(
+    refuse(
         proposal.tokens,
         is_impossible,
         f"{where} tokens",
@@ -276,18 +292,9 @@ def _check_text(perturbation: Perturbation, step: Step, proposal: Proposal, wher
     label = f"{where} text_probabilities()"
     check_tensor(label, probabilities, tuple(step.logits.shape), torch.float32, step.logits.device)
     sums = probabilities.sum(dim=-1)
-    _refuse(sums, (sums - 1.0).abs() > 1e-4, f"{label}, summed over the vocabulary,", "It must sum to 1.")
+    refuse(sums, (sums - 1.0).abs() > 1e-4, f"{label}, summed over the vocabulary,", "It must sum to 1.")
     of_text = probabilities.gather(-1, proposal.tokens.unsqueeze(-1)).flatten()
-    _refuse(
-        of_text, of_text <= 0.0, f"{label} of the token in the text", "It must be above 0 for what propose() draws."
-    )
-
-
-def _refuse(values: Tensor, is_wrong: Tensor, label: str, fix: str) -> None:
-    """Raises for the first of the wrong values, if any."""
-    wrong_values = values[is_wrong].tolist()
-    if wrong_values:
-        raise PerturbationError(f"{label} holds {wrong_values[0]:g}.", fix)
+    refuse(of_text, of_text <= 0.0, f"{label} of the token in the text", "It must be above 0 for what propose() draws.")
 
 
 def check_module(perturbation: Perturbation) -> None:
@@ -337,60 +344,3 @@ def check_module(perturbation: Perturbation) -> None:
             f"{perturbation.name}: no finite gradient reaches {name}, a parameter of its module.",
             "Use it in forward(), without detach, no_grad or a division by 0.",
         )
-
-
-def replayed(step: Step, proposal: Proposal, logits: Tensor) -> Replayed:
-    """The argument that a trainer passes to the density of a proposal after a forward that gave ``logits`` (B, V)."""
-    rows = torch.arange(len(logits), device=logits.device)
-    return Replayed(
-        logits,
-        rows,
-        token_log_probs=torch.log_softmax(logits, dim=-1)[rows, proposal.tokens],
-        temperature=float(step.temperature[0]),
-        edit=proposal.edit,
-        noise_keys=streams.keys(step.seeds, step.positions, streams.Stream.NOISE),
-        lookup=lambda ids: step.embeddings.lookup(ids).requires_grad_(logits.requires_grad),
-        draw_keys=step.keys_of(streams.Stream.WEIGHTS),
-        hidden=step.hidden,
-        module=step.module,
-    )
-
-
-def check_density(perturbation: Perturbation, step: Step, proposal: Proposal, where: str) -> None:
-    """The density and its gradient are finite, each row depends on that row alone, and no rows give no densities.
-
-    ``step`` has one temperature. ``where``: perturbation and step, for messages.
-    """
-    label = f"{where} log_density()"
-    logits = step.logits.clone().requires_grad_()
-    argument = replayed(step, proposal, logits)
-    density = answered(label, lambda: perturbation.log_density(argument))
-    check_tensor(f"{label}: its result", density, (len(logits),), torch.float32, logits.device)
-    _refuse(density, ~torch.isfinite(density), label, "It must be finite.")
-    expect(density.requires_grad, f"{label} has no gradient.", "Compute it from `replayed`, without detach().")
-    density.sum().backward()
-    is_finite = logits.grad is None or torch.isfinite(logits.grad).all()
-    expect(is_finite, f"{label} has no finite gradient.", "Clamp before logarithms and divisions.")
-
-    order = torch.arange(len(logits)).flip(0)
-    tolerance = 1e-4 * (1.0 + density.detach().abs().max().item())
-    for how, rows in (("in another batch order", order), ("for a row alone", order[:1])):
-        of_selection = perturbation.log_density(_selected(replayed(step, proposal, step.logits), rows))
-        difference = (of_selection.detach() - density.detach()[rows]).abs().max().item()
-        expect(difference <= tolerance, f"{label} differs by {difference:g} {how}.", EVERY_ROW)
-
-    # One of several ranks may have no perturbed position. It must gather and reduce as the other ranks do.
-    no_positions = _selected(argument, order[:0])
-    fix = "For no positions it must return shape (0,)."
-    of_none = answered(f"{label} for no positions", lambda: perturbation.log_density(no_positions), fix)
-    expect(of_none.shape == (0,), f"{label} returns {tuple(of_none.shape)} for no positions.", fix)
-    expect(
-        of_none.requires_grad == density.requires_grad,
-        f"{label} leaves the graph where there are no positions.",
-        "Compute it on no rows; skip nothing.",
-    )
-
-
-def _selected(argument: Replayed, rows: Tensor) -> Replayed:
-    """The positions with these numbers, in their order; the logits' rows stay, as in a packed batch."""
-    return dataclasses.replace(of_rows(argument, rows), logits=argument.logits)

@@ -66,6 +66,13 @@ def expect(holds: object, what: str, fix: str) -> None:
         raise PerturbationError(what, fix)
 
 
+def refuse(values: Tensor, is_wrong: Tensor, label: str, fix: str) -> None:
+    """Raises :class:`PerturbationError` for the first of the wrong values, if any."""
+    wrong_values = values[is_wrong].tolist()
+    if wrong_values:
+        raise PerturbationError(f"{label} holds {wrong_values[0]:g}.", fix)
+
+
 def check_tensor(label: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
     """Raises :class:`NoAnswer` unless it is a tensor of this shape, type and device.
 

@@ -19,7 +19,7 @@ from perturbations.edit import realise
 from perturbations.embeddings import matrix_embeddings
 from perturbations.methods.gaussian import Gaussian
 from perturbations.step import Step
-from perturbations.testing.proposal import replayed
+from perturbations.testing.density import replayed
 
 POSITIONS = 256
 VOCABULARY = 4000

@@ -183,6 +183,14 @@ def with_ids_beyond_the_vocabulary(step: Step, ids: Tensor, weights: Tensor, tok
     return propose(ids + 64, weights, tokens)
 
 
+def with_the_token_after(step: Step, ids: Tensor, weights: Tensor, tokens: Tensor) -> object:
+    return propose(torch.stack([tokens, tokens + 1], dim=-1), weights, tokens)
+
+
+def with_the_token_before(step: Step, ids: Tensor, weights: Tensor, tokens: Tensor) -> object:
+    return propose(torch.stack([tokens, tokens - 1], dim=-1), weights, tokens)
+
+
 def with_doubled_weights(step: Step, ids: Tensor, weights: Tensor, tokens: Tensor) -> object:
     return propose(ids, 2 * weights, tokens)
 
@@ -290,7 +298,9 @@ def failing_when_peaked(step: Step, ids: Tensor, weights: Tensor, tokens: Tensor
         (with_a_list_of_weights, ["edit.weights is a list", "tensor"]),
         (mixed_where_it_does_not_act, ["acts is False", "Give the token weight 1"]),
         (on_another_device, ["edit.ids is on meta", "device, cpu"]),
-        (with_ids_beyond_the_vocabulary, ["edit.ids holds", "[0, 63]"]),
+        (with_ids_beyond_the_vocabulary, ["edit.ids holds", "[0, 63]", "check_model(self, vocabulary)"]),
+        (with_the_token_after, ["very peaked logits: edit.ids holds 64", "[0, 63]", "the first or the last"]),
+        (with_the_token_before, ["edit.ids holds -1", "[0, 63]", "the first or the last"]),
         (with_doubled_weights, ["sum to 2", "normalise"]),
         (with_weights_nearly_normalised, ["sum to 1.0001"]),
         (with_negative_weights, ["-", "must not be negative"]),

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The conformance suite on perturbations whose density breaks a promise."""
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from perturbations import create
 from perturbations.base import Perturbation, Proposal, Replayed, Step
+from perturbations.methods.latent import LEPO
 from perturbations.methods.soft_grpo import Gumbel, Normal
 from perturbations.testing import PerturbationError, check_perturbation
 
@@ -24,6 +26,7 @@ def broken(perturbation: type[Perturbation], **attributes: Any) -> type[Perturba
 
 
 good_density = Gumbel.log_density
+exact_density = LEPO.log_density
 
 
 def without_the_last_position(self: Gumbel, replayed: Replayed) -> Tensor:
@@ -65,6 +68,11 @@ def failing_without_positions(self: Gumbel, replayed: Replayed) -> Tensor:
     return good_density(self, replayed) + 0.0 * replayed.edit.normalizer.max()
 
 
+def of_the_advantages(self: Gumbel, replayed: Replayed) -> Tensor:
+    density = good_density(self, replayed)
+    return density if replayed.advantages is None else density * replayed.advantages
+
+
 @pytest.mark.parametrize(
     ("log_density", "message"),
     [
@@ -77,11 +85,47 @@ def failing_without_positions(self: Gumbel, replayed: Replayed) -> Tensor:
         (of_an_unknown_field, "AttributeError"),
         (constant_without_positions, "leaves the graph where there are no positions"),
         (failing_without_positions, "for no positions raises RuntimeError"),
+        (of_the_advantages, "with replayed.advantages of 1 and -1 and without any"),
     ],
 )
 def test_broken_densities_are_caught(log_density: Callable, message: str) -> None:
     with pytest.raises(PerturbationError, match=message):
         check_perturbation(broken(Gumbel, log_density=log_density), density="gumbel")
+
+
+def negative(self: LEPO, replayed: Replayed) -> Tensor:
+    return -exact_density(self, replayed)
+
+
+def at_temperature_1(self: LEPO, replayed: Replayed) -> Tensor:
+    return exact_density(self, dataclasses.replace(replayed, logits=replayed.logits * replayed.temperature))
+
+
+def of_another_tau(self: LEPO, replayed: Replayed) -> Tensor:
+    return exact_density(dataclasses.replace(self, tau=2.0 * self.tau), replayed)
+
+
+def not_normalised(self: LEPO, replayed: Replayed) -> Tensor:
+    return (replayed.edit.weights * replayed.at(replayed.edit.ids).clamp_min(-1e4)).sum(dim=-1)
+
+
+@pytest.mark.parametrize(
+    ("log_density", "message"),
+    [
+        (negative, "smaller for the policy that drew the inputs"),
+        (at_temperature_1, "not the log-density of what propose\\(\\) draws at temperature 0.5"),
+        (of_another_tau, "not the log-density of what"),
+        (not_normalised, "not the log-density of what"),
+    ],
+)
+def test_a_density_of_other_draws_is_caught(log_density: Callable, message: str) -> None:
+    with pytest.raises(PerturbationError, match=message):
+        check_perturbation(broken(LEPO, log_density=log_density), density="exact")
+
+
+def test_a_density_that_says_it_is_none_may_be_any() -> None:
+    attributes: dict[str, Any] = {"log_density": of_another_tau, "zero_mean_score": False}
+    check_perturbation(broken(LEPO, **attributes), density="exact")
 
 
 def test_a_draw_without_what_its_density_needs_is_caught() -> None:
