@@ -65,13 +65,14 @@ class CUTS(LikeliestTokens):
         return torch.where(count > 0, uniform, filtered_policy)
 
     def _are_candidates(self, scores: Tensor, log_total: Tensor) -> Tensor:
-        """Which of the k likeliest tokens have p ≥ δ, or all of them where none has, (N, k) bool.
+        """Which of the k likeliest tokens have p ≥ δ, or all possible ones where none has, (N, k) bool.
 
         ``scores``: their z, (N, k). ``log_total``: log Σ exp z over the vocabulary, (N,).
         """
         probabilities = (scores - log_total.unsqueeze(-1)).exp()
         is_candidate = probabilities >= self.delta
-        return is_candidate | ~is_candidate.any(dim=-1, keepdim=True)
+        is_possible = scores > -torch.inf  # a grammar may leave fewer than k tokens
+        return (is_candidate | ~is_candidate.any(dim=-1, keepdim=True)) & is_possible
 
 
 @register("multiplex")

@@ -73,3 +73,12 @@ def test_what_the_request_excludes_is_not_drawn() -> None:
 def test_the_sampled_token_is_fed_where_no_candidate_is_left() -> None:
     """None of the five likeliest but token 1, which is below δ, is left."""
     assert shares(step_of(drawable=without(0, 2, 3, 4, 5))).keys() == {1}
+
+
+def test_tokens_that_a_grammar_excludes_are_not_drawn() -> None:
+    """With δ = 0, or where no token has δ, all likely tokens are drawn, but for those whose logit is -inf."""
+    step = step_of()
+    step.logits[:, [0, 2, 3, 5]] = -torch.inf
+    step.logits[:, [1, 4]] = 0.0
+    for delta in (0.0, 0.6):
+        assert shares(step, delta=delta).keys() == {1, 4}, delta
