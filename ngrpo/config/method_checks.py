@@ -19,6 +19,7 @@ from ngrpo.methods.policy_noises.base import PolicyNoise
 from ngrpo.methods.sampling_schedules.base import NextTokens, PastStep, Run, SamplingSchedule
 from perturbations.testing import Check, PerturbationError, outcomes
 from perturbations.testing.report import answered, check_answers, check_repeatable, check_tensor, expect
+from perturbations.testing.waits import check_without_values
 
 _STEPS = 100  # training steps of the synthetic run
 _VOCABULARY = 32  # of the logits of a synthetic forward
@@ -126,6 +127,12 @@ def _check_in_loss(credit: Credit, forward: LossTokens) -> None:
     draws = "Draw in formula() or marks(), whose tokens have seeds."
     check_repeatable(where, "in_loss()", in_loss, forward, prefix="tokens.", draws=draws, what="tokens")
 
+    def results(forward: LossTokens) -> dict[str, Tensor]:
+        return dict(zip(("advantages", "term"), credit.in_loss(forward) or ()))
+
+    fix = "Make tensors where the logits are: torch.zeros(n, device=tokens.logits.device)."
+    check_without_values(where, "in_loss()", results, forward, fix=fix, in_training=True)
+
 
 def _check_marks(credit: Credit, tokens: StepTokens, forward: LossTokens) -> None:
     where = f"{credit.name}:"
@@ -198,6 +205,8 @@ def _check_factor(schedule: SamplingSchedule) -> None:
 
     if answer(at) is not None:  # a schedule of training steps alone has no factors of positions
         check_answers(f"{schedule.name}:", "factor()", factor, at, prefix="at.", draws="A schedule draws nothing.")
+        fix = "Make tensors where the logits are: torch.ones(n, device=at.logits.device)."
+        check_without_values(f"{schedule.name}:", "factor()", schedule.factor, at, fix=fix)
 
 
 def _check_factors_of_steps(schedule: SamplingSchedule) -> None:
@@ -233,8 +242,10 @@ def _check_scales(noise: PolicyNoise) -> None:
     last: float | None = None
     for step in range(_STEPS):
         where = f"{noise.name}: scale()"
-        divergence = None if step == 0 else 0.01
-        sigma = answered(where, partial(noise.scale, step, _STEPS, last, divergence), "It must accept any step.")
+        # A run whose noise does not follow the divergence may have no log-probabilities, and so no divergence.
+        divergence = 0.01 if noise.follows_divergence and step > 0 else None
+        fix = "It must accept any step, and the divergence None, unless follows_divergence is True."
+        sigma = answered(where, partial(noise.scale, step, _STEPS, last, divergence), fix)
         expect(
             isinstance(sigma, int | float) and math.isfinite(sigma) and sigma >= 0.0,
             f"{where} gives {sigma!r} for training step {step} of {_STEPS}.",

@@ -15,6 +15,7 @@ from perturbations.options import Limits, Options, annotation, check_redeclared,
 from perturbations.testing import buffer as buffer_checks
 from perturbations.testing import gate as gate_checks
 from perturbations.testing import proposal
+from perturbations.testing.module import check_learning_rates, check_module
 from perturbations.testing.report import Check, NoAnswer, NotRun, PerturbationError, expect
 
 __all__ = [
@@ -114,8 +115,11 @@ def _perturbation_checks(perturbation: Perturbation) -> _Checks:
     if _outcome(partial(proposal.smallest_vocabulary, perturbation)) is not None:
         return
     vocabulary = proposal.smallest_vocabulary(perturbation)
-    if perturbation.has_parameters:
-        yield Check("its learned parameters", partial(proposal.check_module, perturbation))
+    if type(perturbation).module is not Perturbation.module:
+        yield Check("its learned parameters", partial(check_module, perturbation), needed=True)
+        yield Check("their learning rates", partial(check_learning_rates, perturbation))
+    if type(perturbation).prepare is not Perturbation.prepare:
+        yield Check("what it computes ahead", partial(proposal.check_prepare, perturbation, vocabulary))
     for number, (label, step) in enumerate(proposal.steps(vocabulary)):
         check = partial(proposal.check_step, perturbation, label, step)
         yield Check(f"proposals for {label}", check, needed=number == 0)

@@ -2,13 +2,15 @@
 """Checks of a density: its values and gradients, and that it is the density of what ``propose`` draws."""
 
 import dataclasses
+from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from perturbations import Perturbation, Proposal, Step, streams
 from perturbations.base import Replayed
 from perturbations.testing.report import EVERY_ROW, answered, check_tensor, expect, of_rows, refuse
+from perturbations.testing.waits import check_without_values
 
 _DRAWS = 2048  # of the inputs of one position, over which a mean is taken
 _MOST_TOKENS = 1024  # of a vocabulary whose logits are repeated for so many draws
@@ -82,6 +84,20 @@ def check_density(perturbation: Perturbation, step: Step, proposal: Proposal, wh
 def _selected(argument: Replayed, rows: Tensor) -> Replayed:
     """The positions with these numbers, in their order; the logits' rows stay, as in a packed batch."""
     return dataclasses.replace(of_rows(argument, rows), logits=argument.logits)
+
+
+def check_device(perturbation: Perturbation, step: Step) -> None:
+    """The density computes on the device of the trainer's logits."""
+    argument = replayed(step, perturbation.propose(step), step.logits)
+    embedding = step.embeddings.matrix().to("meta")
+    module = None if step.module is None else step.module.to("meta")
+
+    def log_density(on_meta: Replayed) -> Tensor:
+        lookup = partial(nn.functional.embedding, weight=embedding)
+        return perturbation.log_density(dataclasses.replace(on_meta, lookup=lookup, module=module))
+
+    fix = "Make tensors where the logits are: torch.zeros(n, device=replayed.logits.device)."
+    check_without_values(f"{perturbation.name}:", "log_density()", log_density, argument, fix=fix, in_training=True)
 
 
 def check_is_of_the_draws(perturbation: Perturbation, step: Step) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of a perturbation, its density and its module, on steps of a small synthetic model."""
+"""Checks of what a perturbation proposes, on steps of a small synthetic model."""
 
 import dataclasses
 import logging
@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from perturbations import InputEdit, Perturbation, Proposal, Step, streams, user_files
 from perturbations.edit import realise
 from perturbations.embeddings import matrix_embeddings
-from perturbations.testing.density import check_density, check_is_of_the_draws
+from perturbations.testing.density import check_density, check_device, check_is_of_the_draws
+from perturbations.testing.module import HIDDEN_SIZE
 from perturbations.testing.report import (
     CLOSE,
-    EVERY_ROW,
     NoAnswer,
     PerturbationError,
     answered,
@@ -26,7 +26,6 @@ from perturbations.testing.report import (
 from perturbations.testing.waits import check_without_values
 
 ROWS = 7  # of a step
-_DIMENSION = 8  # of the model
 _VOCABULARIES = [64, 256, 1024, 4096, 1 << 14, 1 << 16, 1 << 18]
 _log = logging.getLogger(__name__)
 
@@ -47,7 +46,7 @@ def steps(vocabulary: int) -> list[tuple[str, Step]]:
     """Steps over a synthetic model: ordinary logits, temperatures, masks, both extremes of confidence."""
     generator = torch.Generator().manual_seed(20)
     # In bfloat16, as most models: a proposal computed from embeddings alone then has another dtype than its logits.
-    embedding = torch.randn(vocabulary, _DIMENSION, generator=generator).bfloat16()
+    embedding = torch.randn(vocabulary, HIDDEN_SIZE, generator=generator).bfloat16()
     embedding[5] = 0.0  # never-trained tokens: a zero row and two equal ones
     embedding[7] = embedding[6]
     embeddings = matrix_embeddings(embedding, special_ids=(0, 1))
@@ -87,7 +86,7 @@ def steps(vocabulary: int) -> list[tuple[str, Step]]:
     ]
 
 
-def with_hidden(step: Step, module: nn.Module | None, size: int = _DIMENSION) -> Step:
+def with_hidden(step: Step, module: nn.Module | None, size: int = HIDDEN_SIZE) -> Step:
     """A step with last hidden states (B, ``size``), the same at each call, and the perturbation's module."""
     generator = torch.Generator().manual_seed(21)
     hidden = torch.randn(len(step.logits), size, generator=generator)
@@ -96,7 +95,7 @@ def with_hidden(step: Step, module: nn.Module | None, size: int = _DIMENSION) ->
 
 def _readable(perturbation: Perturbation, step: Step) -> Step:
     """A step with the hidden states and the module, where the perturbation reads them."""
-    return with_hidden(step, perturbation.module(_DIMENSION)) if perturbation.reads_hidden else step
+    return with_hidden(step, perturbation.module(HIDDEN_SIZE)) if perturbation.reads_hidden else step
 
 
 def check_step(perturbation: Perturbation, label: str, step: Step) -> None:
@@ -158,14 +157,26 @@ def check_acts(perturbation: Perturbation, vocabulary: int) -> None:
     )
 
 
+def check_prepare(perturbation: Perturbation, vocabulary: int) -> None:
+    """It computes ahead from the model's embeddings, which only an engine on a GPU asks for."""
+    _, step = steps(vocabulary)[0]
+    fix = "It gets step.embeddings after loading and after each weight sync: an engine on a GPU would not start."
+    answered(f"{perturbation.name}: prepare()", lambda: perturbation.prepare(step.embeddings), fix)
+
+
 def check_draws(perturbation: Perturbation, step: Step) -> None:
     """The density is that of what the perturbation draws."""
     check_is_of_the_draws(perturbation, _readable(perturbation, step))
 
 
 def check_waits(perturbation: Perturbation, step: Step) -> None:
-    """A proposal needs no value on the host; a neighbor index may work there, since it is an operator of its own."""
-    module = perturbation.module(_DIMENSION) if perturbation.reads_hidden else None
+    """A proposal needs no value on the host; a neighbor index may work there, since it is an operator of its own.
+
+    A density, too, computes where the logits are.
+    """
+    if perturbation.has_density:
+        check_device(perturbation, _readable(perturbation, step))
+    module = perturbation.module(HIDDEN_SIZE) if perturbation.reads_hidden else None
     if module is not None:
         module = module.to("meta")
     step = with_hidden(step, module)
@@ -192,7 +203,7 @@ def _check_proposal(perturbation: Perturbation, step: Step, proposal: Proposal, 
     _check_optional_tensors(edit, rows, device, where)
     _check_text(perturbation, step, proposal, where)
     keys = streams.keys(step.seeds, step.positions, streams.Stream.NOISE)
-    inputs = realise(edit, step.embeddings.lookup, keys, perturbation.module(_DIMENSION))
+    inputs = realise(edit, step.embeddings.lookup, keys, perturbation.module(HIDDEN_SIZE))
     is_finite = torch.isfinite(inputs).all()
     expect(is_finite, f"{where} the perturbed input is not finite.", "Check weights, sigma and vectors.")
 
@@ -231,7 +242,7 @@ def _check_weights(perturbation: Perturbation, proposal: Proposal, where: str) -
             "Weights must not be negative. Where they are meant to be, say mixture = 'affine' or 'free' in the class.",
         )
     # With vectors, or a module, the input is not the mixture alone.
-    is_mixture_alone = proposal.edit.vectors is None and perturbation.module(_DIMENSION) is None
+    is_mixture_alone = proposal.edit.vectors is None and perturbation.module(HIDDEN_SIZE) is None
     if mixture == "free" or not is_mixture_alone:
         return
     sums = weights.double().sum(dim=-1)
@@ -258,7 +269,7 @@ def _check_where_it_does_not_act(edit: InputEdit, tokens: Tensor, acts: Tensor, 
 
 def _check_optional_tensors(edit: InputEdit, rows: int, device: torch.device, where: str) -> None:
     """Shapes and values of sigma, vectors and normalizer, where the edit has them."""
-    shapes = {"sigma": (rows,), "vectors": (rows, _DIMENSION), "normalizer": (rows,)}
+    shapes = {"sigma": (rows,), "vectors": (rows, HIDDEN_SIZE), "normalizer": (rows,)}
     for name, shape in shapes.items():
         values = getattr(edit, name)
         if values is None:
@@ -295,52 +306,3 @@ def _check_text(perturbation: Perturbation, step: Step, proposal: Proposal, wher
     refuse(sums, (sums - 1.0).abs() > 1e-4, f"{label}, summed over the vocabulary,", "It must sum to 1.")
     of_text = probabilities.gather(-1, proposal.tokens.unsqueeze(-1)).flatten()
     refuse(of_text, of_text <= 0.0, f"{label} of the token in the text", "It must be above 0 for what propose() draws.")
-
-
-def check_module(perturbation: Perturbation) -> None:
-    """Learned parameters start alike in every process, and each row is its own."""
-    torch.manual_seed(1)
-    module = perturbation.module(_DIMENSION)
-    trained = perturbation.module(_DIMENSION)
-    torch.manual_seed(2)
-    of_other_process = perturbation.module(_DIMENSION)
-    if module is None or trained is None or of_other_process is None:
-        return
-    for (name, parameter), other_parameter in zip(module.named_parameters(), of_other_process.parameters()):
-        expect(
-            torch.equal(parameter, other_parameter),
-            f"{perturbation.name}: the parameter {name!r} of its module starts differently in each process.",
-            "Start with constants, or draw with perturbations.streams.",
-        )
-    tokens = torch.randn(5, _DIMENSION, generator=torch.Generator().manual_seed(3))
-    mixtures = tokens.flip(0)
-    for dtype in (torch.float32, torch.bfloat16):
-        module = module.to(dtype)
-        label = f"{perturbation.name}: its module with parameters in {dtype}"
-        outputs = module(tokens, mixtures)
-        expect(
-            outputs.dtype == torch.float32,
-            f"{label} gives {outputs.dtype}.",
-            "It must compute in float32 whatever its parameters are: write self.w.float() in forward().",
-        )
-        rows_alone = []
-        for token, mixture in zip(tokens.split(1), mixtures.split(1)):
-            rows_alone.append(module(token, mixture))
-        difference = differing(outputs.detach(), torch.cat(rows_alone).detach(), name="its output")
-        expect(
-            not difference,
-            f"{label}: a row alone gives another result, {difference}.",
-            f"It must treat each row alone. {EVERY_ROW}",
-        )
-        of_no_rows = module(tokens[:0], mixtures[:0])
-        check_tensor(f"{label}, given no rows,", of_no_rows, (0, _DIMENSION), torch.float32, tokens.device)
-    trained.requires_grad_()
-    loss = trained(tokens, mixtures).square().sum()
-    if loss.requires_grad:
-        loss.backward()
-    for name, parameter in trained.named_parameters():
-        expect(
-            parameter.grad is not None and torch.isfinite(parameter.grad).all(),
-            f"{perturbation.name}: no finite gradient reaches {name}, a parameter of its module.",
-            "Use it in forward(), without detach, no_grad or a division by 0.",
-        )

@@ -3,7 +3,7 @@
 
 import dataclasses
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -100,21 +100,23 @@ def answered(label: str, call: Callable[[], _Result], fix: str = "It must accept
         return call()
     except Exception as error:
         fault = user_files.fault(error)
-        fix = _hint(error, fault or "") + fix
+        fix = _hint(error, fault or "", label) + fix
         if fault is not None:
             what = fault.removesuffix(user_files.FIX_THAT_LINE).rstrip()
             raise NoAnswer(f"{label}: {what}", f"Correct that line. {fix}") from error
         raise NoAnswer(f"{label} raises {type(error).__name__}: {error}", fix) from error
 
 
-def _hint(error: Exception, fault: str) -> str:
+def _hint(error: Exception, fault: str, label: str) -> str:
     """The declaration that is likely to be missing in the class, as a sentence and a space; empty if none is.
 
-    ``fault``: the error with its line of the user's file, which names the value.
+    ``fault``: the error with its line of the user's file, which names the value. ``label`` names the method.
     """
     if isinstance(error, KeyError) and "state[" in fault:
         return 'step.state has the names of initial_state(self), such as {"spent": 0}. '
     if "'NoneType'" in str(error) and "hidden" in fault:
+        if label.endswith(("open()", "advance()")):
+            return "A gate gets no hidden states: decide by step.logits, step.sampled or step.generated. "
         return "step.hidden is None unless the class says reads_hidden = True. "
     return ""
 
@@ -162,6 +164,14 @@ def mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(value, Mapping):
         return changed
     return value
+
+
+def tensors_of(value: object, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a dataclass or mapping, with names such as ``edit.weights``; a tensor itself has ``name``."""
+    if isinstance(value, Tensor):
+        yield name, value
+    for key, inner_value in _values(value).items():
+        yield from tensors_of(inner_value, f"{name}.{key}".removeprefix("."))
 
 
 def _values(value: object) -> dict[str, Any]:

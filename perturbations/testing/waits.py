@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The check that a method never waits for the device, on tensors without values."""
+"""The check that a method never waits for the device, nor mixes it with the host, on tensors without values."""
 
 import dataclasses
 import logging
@@ -12,9 +12,9 @@ from torch._ops import OpOverload
 from torch._subclasses import fake_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from perturbations import GateStep, Step, user_files
+from perturbations import Step, user_files
 from perturbations.embeddings import matrix_embeddings
-from perturbations.testing.report import PerturbationError, mapped
+from perturbations.testing.report import PerturbationError, expect, mapped, tensors_of
 
 # The calls that a user writes, by torch's names of their operations.
 _CALLS = {
@@ -63,25 +63,49 @@ def _sets_by_mask(func: OpOverload, args: tuple[Any, ...]) -> bool:
     return has_mask and args[2].numel() != 1
 
 
-def check_without_values(where: str, method: str, call: Callable[[Any], Any], step: Step | GateStep) -> None:
-    """A method runs on fake tensors, which have no values: on a GPU it then waits for none at every token."""
-    embeddings = matrix_embeddings(step.embeddings.matrix().to("meta"))
-    meta_step = dataclasses.replace(mapped(step, lambda tensor: tensor.to("meta")), embeddings=embeddings)
+def check_without_values(
+    where: str,
+    method: str,
+    call: Callable[[Any], Any],
+    argument: object,
+    *,
+    fix: str = "Make tensors where the step's are: torch.zeros(n, device=step.logits.device).",
+    in_training: bool = False,
+) -> None:
+    """A method runs on fake tensors, which have no values: on a GPU it then waits for none, and returns GPU tensors.
+
+    Args:
+        where: owner and step, for messages.
+        method: its name, for messages.
+        call: maps a dataclass or a mapping of tensors to a tensor, or to a dataclass or mapping of tensors.
+        argument: the dataclass or mapping.
+        fix: how to make a tensor on the device, for messages.
+        in_training: whether the method runs in training steps, which may wait for the device.
+    """
+    fails = "on a GPU the first training step would fail." if in_training else "on a GPU the first token would fail."
+    on_meta = mapped(argument, lambda tensor: tensor.to("meta"))
+    if isinstance(argument, Step):
+        embeddings = matrix_embeddings(argument.embeddings.matrix().to("meta"))
+        on_meta = dataclasses.replace(on_meta, embeddings=embeddings)
     with _without_torchs_log(), fake_tensor.FakeTensorMode(allow_non_fake_inputs=True), _Waits():
         try:
-            call(meta_step)
+            result = call(on_meta)
         except Exception as error:
+            place = user_files.line(error)
             if "devices" in str(error):
                 raise PerturbationError(
-                    f"{where} {method} computes with a tensor on the CPU: on a GPU the first token would fail.",
-                    "Make tensors where the step's are: torch.zeros(n, device=step.logits.device).",
+                    f"{where} {method}{place} computes with a tensor on the CPU: {fails}", fix
                 ) from error
             waits = (fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException)
-            if not isinstance(error, waits) and "to numpy" not in str(error):
-                return  # torch has no fake form of an operation, so nothing can be said
+            is_wait = isinstance(error, waits) or "to numpy" in str(error)
+            if in_training or not is_wait:
+                return  # where it is no wait, torch has no fake form of an operation, so nothing can be said
             operation = str(getattr(error, "func", "numpy()"))
             raise PerturbationError(
-                f"{where} {method}{user_files.line(error)} waits for the device ({_CALLS.get(operation, operation)}):"
+                f"{where} {method}{place} waits for the device ({_CALLS.get(operation, operation)}):"
                 " the rollout would stop there at every token.",
                 "No .item(), .cpu() or nonzero(), no `if` on a tensor, no indexing with a mask: use torch.where.",
             ) from error
+    for name, tensor in tensors_of(result):
+        of_result = f" ({name})" if name else ""
+        expect(tensor.device.type != "cpu", f"{where} {method} returns a tensor on the CPU{of_result}: {fails}", fix)

@@ -124,6 +124,12 @@ BROKEN = [
         lambda self, tokens: (tokens.advantages, tokens.log_probs * next(CALLS)),
         "in_loss() gives two results for the same tokens",
     ),
+    (
+        "credit",
+        "in_loss",
+        lambda self, tokens: (tokens.advantages, tokens.log_probs * torch.ones(len(tokens.answers))),
+        "in_loss() computes with a tensor on the CPU",
+    ),
     ("credit", "marks", lambda self, tokens: tokens.advantages[:2] < 0.0, "what marks() returns has shape (2,)"),
     ("credit", "marks", lambda self, tokens: tokens.entropies, "what marks() returns is torch.float32"),
     (
@@ -164,6 +170,18 @@ BROKEN = [
         lambda self, at: at.logits.amax().abs().expand(len(at.logits)),
         "row 0 alone factor() gives",
     ),
+    (
+        "sampling_schedule",
+        "factor",
+        lambda self, at: torch.full_like(at.temperature, 1.1 if at.generated.max() >= 0 else 1.0),
+        "factor() waits for the device (item(), which an `if` on a tensor calls too)",
+    ),
+    (
+        "sampling_schedule",
+        "factor",
+        lambda self, at: torch.full((len(at.temperature),), 1.1),
+        "factor() returns a tensor on the CPU",
+    ),
     ("sampling_schedule", "factor", SamplingSchedule.factor, "neither factor() nor factor_of_step()"),
     ("sampling_schedule", "factor_of_step", lambda self, past, run: 1.0 - len(past) / 50, "0.0 for training step 50"),
     (
@@ -177,6 +195,12 @@ BROKEN = [
         "scale",
         lambda self, step, steps, last, divergence: 0.1 - step,
         "-0.9 for training step 1 of 100",
+    ),
+    (
+        "policy_noise",
+        "scale",
+        lambda self, step, steps, last, divergence: 0.1 if last is None else 0.1 + 0.0 * divergence,
+        "scale() raises TypeError",
     ),
     ("policy_noise", "selects", lambda self, name: None, "selects('model.embed_tokens.weight') gives None"),
     (

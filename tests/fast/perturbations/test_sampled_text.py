@@ -102,7 +102,7 @@ def standard_errors_from_1(perturbation: Perturbation) -> float:
         embeddings=embeddings,
     )
     if perturbation.reads_hidden:
-        step = with_hidden(step, perturbation.module(8))
+        step = with_hidden(step, perturbation.module(64))
     tokens = perturbation.propose(step).tokens.unsqueeze(-1)
 
     log_probs = torch.log_softmax(logits, dim=-1)

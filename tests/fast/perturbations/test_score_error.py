@@ -82,7 +82,7 @@ def mean_score(perturbation: Perturbation, deviation: float) -> float:
     """‖E[∇ entry]‖ over the root mean square of ∇ entry, both in the logits, without what the sample's size adds."""
     step = step_of(deviation)
     if perturbation.reads_hidden:
-        step = with_hidden(step, perturbation.module(8))
+        step = with_hidden(step, perturbation.module(64))
     proposal = perturbation.propose(step)
     logits = step.logits.clone().requires_grad_()
     entry = torch.log_softmax(logits, dim=-1).gather(-1, proposal.tokens.unsqueeze(-1)).squeeze(-1)

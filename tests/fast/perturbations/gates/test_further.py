@@ -5,6 +5,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -275,6 +276,24 @@ def open_with_a_wait(self: Gate, step: GateStep) -> Tensor:
 )
 def test_a_broken_open_is_caught(method: Callable, messages: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     check_broken(Good, messages, monkeypatch, open=method)
+
+
+def test_a_gate_that_reads_hidden_states_is_told_what_it_has(tmp_path: Path) -> None:
+    (tmp_path / "steady.py").write_text(
+        """
+from dataclasses import dataclass
+
+from perturbations import Gate
+
+
+@dataclass(frozen=True, kw_only=True)
+class Steady(Gate):
+    def open(self, step):
+        return step.hidden.norm(dim=-1) > 1.0
+"""
+    )
+    with pytest.raises(PerturbationError, match=r"(?s)line 10 of steady.py.*A gate gets no hidden states: decide by"):
+        check_gate(f"{tmp_path}/steady.py")
 
 
 def plan_as_a_list(self: Gate, positions: Positions) -> list[bool]:

@@ -274,6 +274,14 @@ def with_a_tensor_on_the_cpu(step: Step, ids: Tensor, weights: Tensor, tokens: T
     return propose(ids, weights + torch.zeros(len(tokens), 1), tokens)
 
 
+def with_weights_on_the_cpu(step: Step, ids: Tensor, weights: Tensor, tokens: Tensor) -> object:
+    return propose(ids, torch.full((len(ids), 2), 0.5), tokens)
+
+
+def with_acts_on_the_cpu(step: Step, ids: Tensor, weights: Tensor, tokens: Tensor) -> object:
+    return Proposal(InputEdit(ids, weights), tokens, acts=torch.ones(len(ids), dtype=torch.bool))
+
+
 def with_a_mask_read_and_written(step: Step, ids: Tensor, weights: Tensor, tokens: Tensor) -> object:
     mask = tokens < 0
     return propose(ids, weights.index_put((mask,), weights[mask]), tokens)
@@ -319,6 +327,8 @@ def failing_when_peaked(step: Step, ids: Tensor, weights: Tensor, tokens: Tensor
         (with_an_if, ["waits", "(item(), which an `if` on a tensor calls too)", "use torch.where"]),
         (with_a_copy_to_the_cpu, ["propose() waits for the device (cpu())", "every token"]),
         (with_a_tensor_on_the_cpu, ["with a tensor on the CPU", "device="]),
+        (with_weights_on_the_cpu, ["propose() returns a tensor on the CPU (edit.weights)", "device="]),
+        (with_acts_on_the_cpu, ["propose() returns a tensor on the CPU (acts)", "device="]),
         (with_a_mask_read_and_written, ["waits", "nonzero", "indexing with a mask"]),
         (with_a_mask_written, ["waits", "index_put", "indexing with a mask"]),
         (failing_when_peaked, ["very peaked logits", "RuntimeError: overflow", "any logits"]),
@@ -523,7 +533,7 @@ def test_a_perturbation_that_never_acts_is_noted(
 
     def never(self: Good, step: Step) -> Proposal:
         ids = step.sampled.unsqueeze(-1)
-        return Proposal(InputEdit(ids, torch.ones(ids.shape)), step.sampled, acts=step.sampled < 0)
+        return Proposal(InputEdit(ids, torch.ones_like(ids).float()), step.sampled, acts=step.sampled < 0)
 
     monkeypatch.setattr(Good, "propose", never)
     check_perturbation(Good)

@@ -73,6 +73,10 @@ def of_the_advantages(self: Gumbel, replayed: Replayed) -> Tensor:
     return density if replayed.advantages is None else density * replayed.advantages
 
 
+def with_a_tensor_on_the_cpu(self: Gumbel, replayed: Replayed) -> Tensor:
+    return good_density(self, replayed) + torch.zeros(len(replayed.rows))
+
+
 @pytest.mark.parametrize(
     ("log_density", "message"),
     [
@@ -85,6 +89,7 @@ def of_the_advantages(self: Gumbel, replayed: Replayed) -> Tensor:
         (of_an_unknown_field, "AttributeError"),
         (constant_without_positions, "leaves the graph where there are no positions"),
         (failing_without_positions, "for no positions raises RuntimeError"),
+        (with_a_tensor_on_the_cpu, r"log_density\(\) computes with a tensor on the CPU.*device=replayed.logits.device"),
         (of_the_advantages, "with replayed.advantages of 1 and -1 and without any"),
     ],
 )
