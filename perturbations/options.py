@@ -76,6 +76,17 @@ class Limits:
             return False
         return self.high is None or value <= self.high
 
+    def within(self, wider: "Limits") -> bool:
+        """Whether all that these limits allow is allowed by wider ones too."""
+        if wider.choices is not None:
+            return self.choices is not None and set(self.choices) <= set(wider.choices)
+        least = self.low if self.above is None else self.above
+        if wider.low is not None and (least is None or least < wider.low):
+            return False
+        if wider.above is not None and (least is None or least < wider.above or self.low == wider.above):
+            return False
+        return wider.high is None or (self.high is not None and self.high <= wider.high)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
@@ -189,7 +200,7 @@ def scalar_kind(owner: type, name: str) -> type | None:
 
 
 def check_redeclared(owner: type, field: dataclasses.Field, what: str) -> None:
-    """Raises ``UsageError`` where a field has another type than in a base class, whose code reads it as before.
+    """Raises ``UsageError`` where a field has another type or wider limits than in a base class, whose code reads it.
 
     ``what``: the word for the owner in messages.
     """
@@ -198,16 +209,27 @@ def check_redeclared(owner: type, field: dataclasses.Field, what: str) -> None:
         if inherited is None:
             continue
         has_same_registry = field.metadata.get("registry") is inherited.metadata.get("registry")
-        if set(kinds(owner, field.name)) == set(kinds(base, field.name)) and has_same_registry:
-            continue
-        declared_as = annotation(base, field.name)
-        if not has_same_registry:
-            declared_as += " with its registry="
-        raise UsageError(
-            f"{what} option {field.name!r}: {owner.__qualname__} redeclares it as {annotation(owner, field.name)}."
-            f" Redeclare {field.name!r} as {declared_as}; only default, help and narrower limits may change."
-            " Or give your option another name."
-        )
+        if set(kinds(owner, field.name)) != set(kinds(base, field.name)) or not has_same_registry:
+            declared_as = annotation(base, field.name)
+            if not has_same_registry:
+                declared_as += " with its registry="
+            raise UsageError(
+                f"{what} option {field.name!r}: {owner.__qualname__} redeclares it as {annotation(owner, field.name)}."
+                f" Redeclare {field.name!r} as {declared_as}; only default, help and narrower limits may change."
+                " Or give your option another name."
+            )
+        if not Limits.of(field).within(Limits.of(inherited)):
+            raise UsageError(
+                f"{what} option {field.name!r}: {owner.__qualname__} redeclares it with the limits"
+                f" {allowed(field) or 'none'!r}, and {base.__qualname__} relies on {allowed(inherited)!r}. Write"
+                f" {_limits_as_code(inherited)} in its option(), or narrower limits. Or give your option another name."
+            )
+
+
+def _limits_as_code(field: dataclasses.Field) -> str:
+    """The limits of a field as arguments of :func:`option`: ``low=0.0, high=1.0``."""
+    limits = dataclasses.asdict(Limits.of(field))
+    return ", ".join(f"{name}={value!r}" for name, value in limits.items() if value is not None)
 
 
 def allowed(field: dataclasses.Field) -> str:
