@@ -56,6 +56,12 @@ class Registry:
 
         if not isinstance(name, str):
             raise UsageError(f"@register needs the name of the {self.kind}: write @register('my_name').")
+        if not re.fullmatch(r"\w[\w-]*", name):
+            # A colon or .py would be read as package.module:Name or ./file.py, a comma or a blank as several names.
+            raise UsageError(
+                f"@register({name!r}): the name of a {self.kind} has letters, digits, '_' and '-' alone:"
+                f" write @register({re.sub('[^a-zA-Z0-9]+', '_', name).strip('_') or 'my_name'!r})."
+            )
 
         def decorate(cls: type[_Class]) -> type[_Class]:
             owner = self._other_owner(name, cls)

@@ -84,6 +84,12 @@ def test_text_becomes_the_type_of_the_field(field: str, text: str, value: object
 # --- names ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("name", ["a:b", "mine.py", "two words", "one,two", ""])
+def test_a_name_that_a_flag_would_read_otherwise_is_refused(name: str) -> None:
+    words = message(lambda: registry.register(name))
+    assert f"@register({name!r}): the name of a perturbation has letters, digits, '_' and '-' alone" in words
+
+
 def test_a_registered_perturbation_elsewhere_is_found_by_another_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
