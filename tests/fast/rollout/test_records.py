@@ -90,6 +90,7 @@ def test_a_length_is_told_once_and_few_wait_for_a_reader(monkeypatch: pytest.Mon
     ("error", "kind", "message"),
     [
         (AttributeError("no attribute 'perturbation_fingerprint'"), RuntimeError, "vLLM worker 0 runs unperturbed"),
+        (TimeoutError("RPC call to perturbation_fingerprint timed out."), TimeoutError, "timed out"),
         (MemoryError("no room for the KV cache"), MemoryError, "no room"),
     ],
 )
