@@ -134,7 +134,7 @@ class Options:
 
         spec = self.spec()
         for key, value in spec.items():
-            if key == "source" or key.endswith(".source"):
+            if user_files.is_source(key):
                 spec[key] = user_files.digest(value)
         return json.dumps(spec, sort_keys=True)
 

@@ -60,6 +60,11 @@ def split(address: str) -> tuple[str, str] | None:
     return None
 
 
+def is_source(key: str) -> bool:
+    """Whether a key of a spec is that of a file's packed text: ``source``, or ``gate.source``."""
+    return key == "source" or key.endswith(".source")
+
+
 def digest(packed: str) -> str:
     """A short hash of the text in a packed one: releases of zlib pack the same text to different bytes."""
     return _hash(_unpack(packed, "source"))

@@ -18,6 +18,7 @@ from ngrpo.machine.hardware import gpu_plan, lora_plan
 from ngrpo.machine.models import architecture
 from ngrpo.machine.upstream import openrlhf_flags, placement
 from ngrpo.machine.upstream.openrlhf_flags import Flags
+from perturbations import user_files
 from perturbations.errors import UsageError
 
 _WIDTH = 100
@@ -145,7 +146,7 @@ def _configuration(args: placement.Args, run: RunConfig) -> list[str]:
 def _with_options(flag: str, spec: Mapping[str, Any]) -> list[str]:
     """A flag of ours, the name that it has, and its options."""
     title = f"{flag} {spec.get('name', '')}".rstrip()
-    options = [f"{key}={value}" for key, value in spec.items() if key not in ("name", "source")]
+    options = [f"{key}={value}" for key, value in spec.items() if key != "name" and not user_files.is_source(key)]
     return _wrapped(f"{title}: {', '.join(options)}" if options else title)
 
 

@@ -19,7 +19,7 @@ from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.machine.upstream.versions import machine, recorded_versions
 from ngrpo.trainers.openrlhf import kept_groups
 from ngrpo.workbench.report.values import first_and_last
-from perturbations import registry
+from perturbations import registry, user_files
 from perturbations.errors import UsageError
 
 NO_STEP = "no training step was logged: the training's output says why (docs/troubleshooting.md)."
@@ -268,13 +268,13 @@ def _describe(spec: Mapping[str, Any] | None) -> str:
         return "none (stock vLLM rollouts)"
     cls = registry.get(spec["name"], spec.get("source"))
     at_default = {field.name: field.default for field in dataclasses.fields(cls)}
-    at_default |= {key: spec.get(key) for key in ("name", "source", "gate.source")}
     options = {key: value for key, value in spec.items() if key == "rate" or at_default.get(key) != value}
-    return _words({"name": spec["name"], **options})
+    return _words({**options, "name": spec["name"]})
 
 
 def _words(spec: Mapping[str, Any]) -> str:
-    options = [f"{key}={value}" for key, value in spec.items() if key != "name"]
+    """A method's name and options, without the text of its file."""
+    options = [f"{key}={value}" for key, value in spec.items() if key != "name" and not user_files.is_source(key)]
     return " ".join([str(spec["name"]), *options])
 
 

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from ngrpo import cli
-from ngrpo.commands import train
+from ngrpo.commands import dry_run, train
 from ngrpo.config import parse
 from ngrpo.config.run import FILE
 from ngrpo.machine.storage.datafiles import event_files, read_texts
+from ngrpo.methods import credits
 from ngrpo.trainers.openrlhf import launch
 from ngrpo.workbench.report import summary
 from perturbations import create
@@ -122,6 +123,46 @@ def test_a_perturbed_run_in_words(tmp_path: Path, line: str) -> None:
     write_log(tmp_path / "tb", [0.25, 0.5, 0.75], PERTURBED)
     text, _ = finish(tmp_path, spec=NEIGHBOR)
     assert line in text
+
+
+CREDIT = """
+from dataclasses import dataclass
+from ngrpo.methods.credits import Credit
+from perturbations import option
+
+
+@dataclass(frozen=True, kw_only=True)
+class Half(Credit):
+    share: float = option(0.5, "what is left")
+
+    def formula(self, tokens):
+        return self.share * tokens.advantages
+"""
+GATE = """
+from dataclasses import dataclass
+from perturbations import Gate
+
+
+@dataclass(frozen=True, kw_only=True)
+class Late(Gate):
+    def open(self, step):
+        return step.generated > 9
+"""
+
+
+def test_the_packed_text_of_a_method_s_file_is_not_printed(tmp_path: Path) -> None:
+    """It is in summary.json alone, for a perturbation's gate and for a run's credit."""
+    write_log(tmp_path / "tb", [0.25], PERTURBED)
+    (tmp_path / "half.py").write_text(CREDIT)
+    (tmp_path / "late.py").write_text(GATE)
+    credit = credits.registry.create(f"{tmp_path}/half.py").spec()
+    perturbation = create("neighbor", gate=f"{tmp_path}/late.py").spec()
+    log = ("--logger.tensorboard_dir", str(tmp_path / "tb"))
+    run = run_of(perturbation=perturbation, credit=credit, openrlhf=log, hardware="cpu")
+    text = summary.finish(tmp_path, run, began=0.0)
+    planned = "\n".join(dry_run._with_options("--perturbation", perturbation))
+    assert "half.py:Half share=0.5" in text and "gate=late.py:Late" in text and "gate=late.py:Late" in planned
+    assert "source" not in text and "source" not in planned
 
 
 def start(folder: Path, *more: str) -> None:
