@@ -45,7 +45,8 @@ def inspect(
 
 def _checks(advantage: Advantage) -> Iterator[Check]:
     generator = torch.Generator().manual_seed(4)
-    rewards = torch.rand(7, _group_size(advantage), generator=generator)
+    size = _group_size(advantage)
+    rewards = torch.rand(7, size, generator=generator)
     further = _further(advantage, rewards, generator)
     rewards_by_label = {
         _RIGHT_AND_WRONG: (rewards > 0.5).float(),
@@ -59,6 +60,11 @@ def _checks(advantage: Advantage) -> Iterator[Check]:
     for number, (label, labelled_rewards) in enumerate(rewards_by_label.items()):
         batch = _Batch(rewards=labelled_rewards, further=further)
         yield Check(f"advantages of {label}", partial(_check, advantage, label, batch), needed=number == 0)
+    if _accepts(advantage, size + 1):  # groups differ in size where responses are left out
+        rewards = (torch.rand(7, size + 1, generator=generator) > 0.5).float()
+        batch = _Batch(rewards=rewards, further=_further(advantage, rewards, generator))
+        label = f"groups of {size + 1} responses"
+        yield Check(f"advantages of {label}", partial(_check, advantage, label, batch))
     batch = _Batch(rewards=rewards_by_label[_RIGHT_AND_WRONG], further=further)
     yield Check("advantages other than 0", partial(_check_is_not_zero, advantage, batch))
     yield Check("the advantage at each training step", partial(_check_steps, advantage))
@@ -82,15 +88,21 @@ def _further(advantage: Advantage, rewards: Tensor, generator: torch.Generator) 
 def _group_size(advantage: Advantage) -> int:
     """The smallest group size that the advantage accepts: some need more responses than their k."""
     for size in _GROUP_SIZES[:-1]:
-        rewards = torch.zeros(1, size)
-        try:
-            _formula(advantage, rewards, _further(advantage, rewards, torch.Generator()))
-        except UsageError:
-            continue
-        except Exception:  # for the checks to report
-            pass
-        return size
+        if _accepts(advantage, size):
+            return size
     return _GROUP_SIZES[-1]
+
+
+def _accepts(advantage: Advantage, size: int) -> bool:
+    """Whether the advantage refuses no group of this size in words."""
+    rewards = torch.zeros(1, size)
+    try:
+        _formula(advantage, rewards, _further(advantage, rewards, torch.Generator()))
+    except UsageError:
+        return False
+    except Exception:  # for the checks to report
+        pass
+    return True
 
 
 def _formula(advantage: Advantage, rewards: Tensor, further: Tensor) -> Tensor:
@@ -107,7 +119,7 @@ def _check(advantage: Advantage, label: str, batch: _Batch) -> None:
         advantages = answered(
             f"{subject} formula()",
             lambda: _formula(advantage, batch.rewards, batch.further),
-            "It must accept any rewards in [0, 1].",
+            "It must accept any rewards in [0, 1], in groups of any size.",
         )
         check_tensor(
             f"{subject} what formula() returns",

@@ -28,7 +28,7 @@ WITH_DEFAULTS = [(name, {}) for name in sorted(advantages.registry.in_tree())]
 def test_ours_keep_the_contract(name: str, options: dict) -> None:
     """Rewards between 0 and 1 are no check of Pass@k Training, which refuses them."""
     checks = list(inspect(name, **options))
-    assert len(checks) == (8 if name == "pass_at_k" else 9)
+    assert len(checks) == (9 if name == "pass_at_k" else 10)
     assert [error for _, error in checks if error is not None] == []
 
 
@@ -53,6 +53,11 @@ def divided_by_the_deviation(self: Centered, rewards: Tensor, counts: Tensor | N
 
 def one_number_for_a_group(self: Centered, rewards: Tensor, counts: Tensor | None) -> Tensor:
     return rewards.mean(-1)
+
+
+def of_eight(self: Centered, rewards: Tensor, counts: Tensor | None) -> Tensor:
+    groups = rewards.view(-1, 8)
+    return (groups - groups.mean(-1, keepdim=True)).view(rewards.shape)
 
 
 def in_place(self: Centered, rewards: Tensor, counts: Tensor | None) -> Tensor:
@@ -87,6 +92,7 @@ def no_notes(self: Centered, flags: object) -> None:
         ("formula", over_the_batch, "row 0 alone formula() gives another result"),
         ("formula", divided_by_the_deviation, "gives [nan]"),
         ("formula", one_number_for_a_group, "has shape (7,)"),
+        ("formula", of_eight, "groups of 9 responses: formula() raises RuntimeError"),
         ("formula", in_place, "changes rewards in place"),
         ("formula", twentyfold, "which OpenRLHF clips to 10. Write largest(self, size)"),
         ("sums_to_zero", True, "sums_to_zero is True, and the advantages of a group sum to"),
@@ -117,7 +123,7 @@ def test_what_is_not_finite_is_refused_in_a_run_too(monkeypatch: pytest.MonkeyPa
 def test_the_command_of_an_advantage_that_keeps_the_contract(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["check", "advantage", f"{__name__}:Centered", "scale=2"]) == 0
     printed = capsys.readouterr()
-    assert printed.out.count("ok ") == 9
+    assert printed.out.count("ok ") == 10
     assert f"ngrpo train --advantage {__name__}:Centered" in printed.err
 
 
