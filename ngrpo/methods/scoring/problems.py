@@ -208,6 +208,8 @@ def _rows(source: str, limit: int | None, split: str | None) -> tuple[str, list[
             " `Dataset.save_to_disk` of the package `datasets` wrote."
         )
     if path.suffix.lower() in ENDINGS or path.exists():
+        if split not in (None, "train"):
+            raise UsageError(f"--split {split}: a file such as {source} has the split train alone. Leave it out.")
         return path.stem, read_rows("--data", source, limit)
     short = source.lower().replace("-", "_")
     hub = _HUB.fullmatch(BENCHMARKS.get(short, source))
@@ -218,6 +220,8 @@ def _rows(source: str, limit: int | None, split: str | None) -> tuple[str, list[
             " hub name like owner/name, owner/name@split or owner/name:config@split."
         )
     name = hub["name"]
+    if split and hub["split"] not in (None, split) and short not in BENCHMARKS:
+        raise UsageError(f"--data {source}: names another split than --split {split}. Leave one of them out.")
     try:
         import datasets
 

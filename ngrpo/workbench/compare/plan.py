@@ -452,6 +452,8 @@ def _problems(options: Flags, shared: Flags, dataset: str) -> dict[str, str]:
         "--label-key": "--data.label_key",
     }
     problems = {**_values_of(shared, same_settings), "--instruction": ""}  # a training appends nothing to its prompts
+    if Path(problems["--data"]).suffix not in datafiles.ENDINGS:
+        problems.setdefault("--split", "train")  # OpenRLHF's default, where evaluation would prefer a test split
     scorer = reward_files.python_file(shared)
     if scorer is not None:
         problems["--scorer"] = scorer

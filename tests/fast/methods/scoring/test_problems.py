@@ -128,6 +128,15 @@ def test_hub_columns(tmp_path: Path, row: dict[str, Any], answer: str) -> None:
     assert plain.question == "2 + 2?"
 
 
+def test_a_split_that_changes_nothing_is_refused(tmp_path: Path) -> None:
+    source = jsonl(tmp_path / "a.jsonl", {"input": "Q", "label": "1"})
+    assert len(load_problems(source, split="train")) == 1
+    with pytest.raises(UsageError, match=r"--split test: a file such as .* has the split train alone"):
+        load_problems(source, split="test")
+    with pytest.raises(UsageError, match=r"owner/name@test: names another split than --split dev"):
+        load_problems("owner/name@test", split="dev")
+
+
 def test_a_saved_dataset_is_read_as_in_training(tmp_path: Path) -> None:
     import pyarrow
     from datasets import Dataset, DatasetDict

@@ -180,6 +180,13 @@ def test_the_training_s_problems_are_read_and_scored_as_the_training_does() -> N
     assert comparison.notes == ()
 
 
+def test_a_dataset_with_splits_is_evaluated_by_the_split_that_the_training_reads() -> None:
+    """OpenRLHF reads the split train unless another is named, and `ngrpo eval` would prefer a test split."""
+    flags = Flags(plan_of_dataset("--eval.dataset owner/name --reward.remote_url r.py").evaluation or ())
+    assert flags.value("--split") == "train"
+    assert not Flags(plan_of_dataset("--reward.remote_url r.py").evaluation or ()).has("--split")
+
+
 def test_options_of_the_evaluation_override_those_of_the_training() -> None:
     words = "--data.label_key gold --reward.remote_url r.py"
     own = plan_of_dataset(f"{words} --eval.label-key answer --eval.scorer math --diagnose.instruction Think.")
