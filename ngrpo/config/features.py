@@ -210,7 +210,6 @@ NO_CRITIC = other_than(ESTIMATOR, "gae")
 ONE_ANSWER = when(f"{SIZES[1]} 1", lambda combination: combination.value(SIZES[1]) == "1")
 LATE_REWARD = when("a reward model", _has_late_reward)
 REWARD_MODEL = Feature("--reward.model_name_or_path", _shown_reward_model)
-EVAL_AT_START = when("--eval.at_start", lambda combination: combination.run.eval_at_start)
 REPRODUCIBLE = when("--reproducible", lambda combination: combination.run.reproducible)
 
 # --- LoRA -------------------------------------------------------------------------------------------

@@ -66,12 +66,6 @@ OPENRLHF = (
         fix="give one number, --algo.advantage.is_correction_threshold 0.1",
     ),
     Row(
-        what=features.EVAL_AT_START,
-        conflicts_with=flag("--train.async_enable"),
-        why="an asynchronous run evaluates during training",
-        fix="run `ngrpo eval` before it",
-    ),
-    Row(
         what=flag("--eval.dataset"),
         conflicts_with=features.REWARD_MODEL,
         why="OpenRLHF evaluates by a function, a server or an agent alone",

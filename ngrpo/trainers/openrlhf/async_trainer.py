@@ -91,6 +91,10 @@ class AsyncTrainer(PerturbedTrainer):
             vllm_engines=self.vllm_engines,
         )
 
+    def evaluate_first_weights(self) -> None:
+        if self.evaluation is not None:
+            self.evaluate_and_log(0, self.evaluation)  # the generator begins afterwards
+
     def fit(self, *args: object, **kwargs: object) -> None:
         max_staleness = current_run().sampling.max_staleness
         if max_staleness is not None:
@@ -172,7 +176,8 @@ class AsyncGenerator(Upstream):
         From here on this actor holds the lock while it generates rollouts.
         """
         options = self.args.eval
-        if self.eval_dataloader is None or options.steps == math.inf:
+        never = options.steps == math.inf and not current_run().eval_at_start
+        if self.eval_dataloader is None or never:
             return None
         import ray
 

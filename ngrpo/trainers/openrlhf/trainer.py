@@ -65,13 +65,16 @@ class PerturbedTrainer(Upstream):
         if is_fresh and (run.policy_noise is not None or self.args.ds.load_in_4bit):
             self.broadcast_to_vllm()
         self.choose_temperature()
-        if run.eval_at_start and is_fresh and self.eval_dataloader:
-            sampling = {
-                "temperature": self.args.eval.temperature,
-                "n_samples_per_prompt": self.args.eval.n_samples_per_prompt,
-            }
-            self.evaluate(0, **{**self.generate_kwargs, **sampling})
+        if run.eval_at_start and is_fresh:
+            self.evaluate_first_weights()
         return states
+
+    def evaluate_first_weights(self) -> None:
+        """Evaluates before the first step, where the run has problems for it."""
+        if self.eval_dataloader:
+            options = self.args.eval
+            sampling = {"temperature": options.temperature, "n_samples_per_prompt": options.n_samples_per_prompt}
+            self.evaluate(0, **{**self.generate_kwargs, **sampling})
 
     def restore(self, ours: Mapping[str, Any]) -> None:
         """Goes on with our part of a checkpoint's states."""

@@ -64,7 +64,7 @@ REFUSED = {
     "centering": "unsampled density score cuts simko noise adaptive async warm-up epochs",
     "density": "lens simko adaptive schedule e3 mask top_p correction warm-up",
     "score": "lens noise adaptive schedule e3 async correction warm-up epochs",
-    "async": "noise adaptive e3 evaluation",
+    "async": "noise adaptive e3",
     "gspo": "credit simko adaptive schedule e3 warm-up",
     "zero3": "noise adaptive ema",
     "unsampled": "schedule e3",

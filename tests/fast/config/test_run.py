@@ -203,7 +203,6 @@ BROKEN = {
     "the hardware": ("--vllm.enable_sleep", "cannot be used with --hardware cpu"),
     "OpenRLHF's parser": ("--train.no_such_flag 1", "no_such_flag"),
     "data": ("--data.prompt_dataset missing.jsonl", "missing.jsonl"),
-    "evaluation": ("--eval.at_start --train.async_enable", "evaluates during training"),
 }
 
 
@@ -224,8 +223,8 @@ def test_dry_run_start_and_comparison_refuse_the_same(
     assert not launched
     assert cli.main(["train", *words, "--dry-run"]) in (1, 2)
     assert error in told()
-    strategy = "neighbor" if "--perturbation" in line else "none --eval.at_start" if "at_start" in line else "none"
-    rest = [word for word in words if word not in ("--perturbation", "neighbor", "--eval.at_start")]
+    strategy = "neighbor" if "--perturbation" in line else "none"
+    rest = [word for word in words if word not in ("--perturbation", "neighbor")]
     assert cli.main(["compare", "--strategy", strategy, *rest, "--out", "out"]) == 2
     assert error in told()
 

@@ -104,9 +104,8 @@ class SamplesGenerator:
 
 
 class BaseTrainer:
-    """OpenRLHF's ``BasePPOTrainer`` without its models."""
+    """OpenRLHF's ``BasePPOTrainer`` without its models. It has no ``eval_dataloader``: only `PPOTrainer` makes one."""
 
-    eval_dataloader = None
     wandb_logger = None
 
     def __init__(self, strategy: Any, *groups: Any) -> None:
@@ -216,7 +215,7 @@ def run(
         vars(module).update(attributes)
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(ray, "get", lambda result: result)
-    run_with(monkeypatch, openrlhf=("--train.async_enable",))
+    run_with(monkeypatch, openrlhf=("--train.async_enable",), eval_at_start=options.get("at_start", False))
 
     strategy = SimpleNamespace(args=args)
     whole = scope["PPOTrainerAsync"]("model", strategy, None, None, None, None, Engines())
@@ -268,6 +267,41 @@ def test_every_nth_step_is_evaluated_and_saved_with_its_own_weights(
     assert trainer.evaluated == [(step, step) for step in steps]
     assert trainer.saved == [(step, step, step) for step in steps]
     assert generator._last_eval_step == -1, "the generator evaluates nothing itself"
+
+
+@pytest.mark.parametrize(("every", "steps"), [(2, [2, 4]), (-1, [])])
+def test_the_first_weights_are_evaluated_before_any_rollout(
+    every: int, steps: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without `--eval.steps` too. No checkpoint is saved for it, as in a synchronous run."""
+    drawn: list[int] = []
+    evaluate = SamplesGenerator.generate_eval_samples
+
+    def generate_eval_samples(self: Any, **kwargs: Any) -> list[int]:
+        drawn.append(generators[0].drawn)
+        return evaluate(self, **kwargs)
+
+    generators: list[Any] = []
+    make = SamplesGenerator.__init__
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        make(self, *args, **kwargs)
+        generators.append(self)
+
+    monkeypatch.setattr(SamplesGenerator, "__init__", init)
+    monkeypatch.setattr(SamplesGenerator, "generate_eval_samples", generate_eval_samples)
+    trainer, _ = run(monkeypatch, batches=4, every=every, at_start=True)
+    assert trainer.evaluated == [(step, step) for step in (0, *steps)]
+    assert trainer.saved == [(step, step, step) for step in steps]
+    assert drawn[0] == 0
+
+
+def test_a_resumed_run_is_not_evaluated_at_its_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    states = {"episode": 0, "global_step": 2, "total_consumed_prompts": 0, "data_loader_state_dict": {}}
+    monkeypatch.setattr(BaseTrainer, "init_checkpoint_states", lambda self: dict(states))
+    monkeypatch.setattr(async_trainer.AsyncGenerator, "load_state_dict", lambda self, states: None)
+    trainer, _ = run(monkeypatch, batches=2, every=-1, at_start=True)
+    assert trainer.evaluated == []
 
 
 def test_the_time_of_a_step_is_without_the_evaluation_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
