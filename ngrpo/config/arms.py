@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ngrpo.config.kinds import KINDS, run_level_kinds
+from ngrpo.machine.upstream.openrlhf_flags import takes_several_values
 from perturbations.errors import UsageError, nearest
 
 _PREFIX = "perturbation."
@@ -89,9 +90,12 @@ class Arm:
         """:attr:`training` as flags of ``ngrpo train``."""
         flags = []
         for key, value in self.training.items():
-            flags.append("--preset" if key == "base" else f"--{key}")
-            if value:
-                flags += value.split(" ")
+            name = "--preset" if key == "base" else f"--{key}"
+            flags.append(name)
+            if " " in value and takes_several_values(name):
+                flags += value.split()
+            elif value:
+                flags.append(value)
         return flags
 
     @property

@@ -42,6 +42,7 @@ _PROGRAM = "cli/train_ppo_ray.py"
 _CONFIG = "utils/config.py"
 _HELP = "See: ngrpo train --openrlhf-help"
 _NUMBER = re.compile(r"argument (?P<flag>\S+): invalid (?P<kind>int|float) value: (?P<value>.+)", re.DOTALL)
+_NEGATIVE = re.compile(r"-(?:(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|inf)$")
 _ONE_VALUE = "one value; quote one that has blanks, in a YAML file twice: \"'a b'\""
 # Flags of ngrpo that an unknown word may be meant to be.
 _OURS = (
@@ -230,6 +231,8 @@ class _Parser(argparse.ArgumentParser):
 
     def __init__(self, argv: Sequence[str]) -> None:
         super().__init__(prog="ngrpo train", usage="ngrpo train [flags of OpenRLHF]", allow_abbrev=False)
+        # Python 3.11's takes -1e-05 for a flag, and so the flag before it has a value too few.
+        self._negative_number_matcher = _NEGATIVE
         self._argv = argv
 
     def error(self, message: str) -> NoReturn:
@@ -269,6 +272,11 @@ def _most_values(actions: Sequence[argparse.Action]) -> dict[str, int | str | No
         for flag_name in action.option_strings:
             most_values[flag_name] = 1 if action.nargs in (None, "?") else action.nargs
     return most_values
+
+
+def takes_several_values(name: str) -> bool:
+    """Whether a flag of OpenRLHF takes more than one value, as --actor.eps_clip_low_high does."""
+    return _most_values(actions()).get(name, 1) not in (0, 1)
 
 
 def check_words(flags: Flags) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from ngrpo.config.arms import parse_arms
+from ngrpo.machine.upstream.openrlhf_flags import Flags
 from perturbations import create
 from perturbations.errors import UsageError
 from tests.support.run import refused
@@ -122,6 +123,16 @@ def test_a_perturbation_that_breaks_its_contract_is_refused_at_once(tmp_path: Pa
 def test_a_setting_is_swept_by_one_flag() -> None:
     with pytest.raises(UsageError, match="--base and --sweep base set the same"):
         parse_arms("none", ["base=grpo,gspo"], bases=["dapo"], training=True)
+
+
+def test_blanks_part_values_of_a_flag_that_takes_several_alone() -> None:
+    pytest.importorskip("openrlhf")
+    line = (
+        "none --data.input_template='Q: {} A:' --actor.eps_clip_low_high='0.2 0.28' --data.prompt_dataset='my a.jsonl'"
+    )
+    (arm,) = parse_arms(lines=[line], training=True)
+    template, clip, dataset = Flags(arm.training_flags)
+    assert template.values == ("Q: {} A:",) and clip.values == ("0.2", "0.28") and dataset.values == ("my a.jsonl",)
 
 
 def test_a_sweep_over_what_every_arm_sets_is_refused() -> None:

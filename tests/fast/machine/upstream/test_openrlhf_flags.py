@@ -67,6 +67,12 @@ def test_refused(words: str, said: str) -> None:
     assert len(message) < 400
 
 
+@pytest.mark.parametrize("value", ["-1e-05", "-1e1", "-2.5E+1", "-.5", "-5", "-5.", "-inf"])
+def test_a_negative_number_is_a_value(value: str) -> None:
+    """Python 3.11's argparse takes one with an exponent for a flag."""
+    assert Flags([*LEAST, "--reward.clip_range", value, "1e1"]).args["reward.clip_range"] == [float(value), 10.0]
+
+
 def test_a_word_before_the_first_flag_is_unknown() -> None:
     with pytest.raises(UsageError, match=r"unknown word 'perturbation'\. Did you mean '--perturbation'\?"):
         assert Flags(["perturbation", *LEAST]).args
