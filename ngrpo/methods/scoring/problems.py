@@ -26,6 +26,7 @@ from ngrpo.machine.storage.datafiles import (
 )
 from ngrpo.methods.scoring import Problem
 from ngrpo.methods.scoring.answers import last_boxed
+from ngrpo.methods.scoring.math_response import rewritten
 from ngrpo.methods.scoring.reward_alarms import alarm_notes
 from ngrpo.methods.scoring.reward_files import check_scorer_name
 from perturbations.errors import UsageError, nearest
@@ -56,10 +57,13 @@ _PICTURES_AND_SOUNDS = ("image", "images", "video", "videos", "audio", "audios")
 _GPQA = ("Question", "Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3")
 # Options in the question itself: "(A) ...", "A. ...", "A) ..." at the start of a line.
 _LISTED = re.compile(r"^\s*\(?([A-J])[).:]\s", re.MULTILINE)
+_DRESSED = re.compile(r"\\(?:text|math|m?box)[a-z]*|[{}$]")  # \text{(E)}, and the {E} that some sets have left of it
 # A reference that names options: B, (b), "A, C", "A and C", ACD, "(B) 12".
 _LETTERS = re.compile(
     r"\(?[A-Ja-j]\)?(?:(?:\s*[,;&]\s*|\s*\band\b\s*|\s*)\(?[A-Ja-j]\)?)*|\(?[A-J][).:]\s.*", re.DOTALL
 )
+# More words than an answer has, such as "six hundred thousand"; LaTeX's are not counted.
+_MOST_WORDS = 12
 Messages = tuple[dict[str, Any], ...]
 
 
@@ -132,6 +136,7 @@ def load_problems(
                 " rows out with --skip-unanswered."
             )
     _report_options_without_letter(source, problems, report)
+    _report_hardly_right(source, problems, report)
     if len(problems) < len(rows):
         report(f"{len(rows) - len(problems)} of {len(rows)} problems of {source} have no answer and are left out")
     if not problems:
@@ -172,15 +177,43 @@ def _report_options_without_letter(source: str, problems: Sequence[Problem], rep
     """Warns of questions with options whose reference is no letter, such as an option's index: math compares it."""
     unlettered = []
     for problem in problems:
-        if problem.scorer == "math" and _lists_options(problem.messages) and not _LETTERS.fullmatch(problem.answer):
+        answer = _DRESSED.sub("", problem.answer)
+        if problem.scorer == "math" and _lists_options(problem.messages) and not _LETTERS.fullmatch(answer):
             unlettered.append(problem)
     if unlettered:
         first = unlettered[0]
         report(
-            f"warning: {len(unlettered)} questions of {source} list options, and the reference is no letter"
-            f" ({first.answer!r} in {first.id}). Scorer math compares the reference itself, so a response with the"
-            " letter of its option is wrong. Write the letter, or ask for what the reference has, with --instruction."
+            f"warning: {len(unlettered)} of {len(problems)} problems of {source} list options, and the reference is no"
+            f" letter ({first.answer!r} in {first.id}). Scorer math compares the reference itself, so a response with"
+            " the option's letter is wrong. Write the letter, or ask for what the reference has, with --instruction."
         )
+
+
+def _report_hardly_right(source: str, problems: Sequence[Problem], report: Report) -> None:
+    """Warns of references that hardly any response equals under scorer math."""
+    faults = {}
+    for problem in problems:
+        fault = _fault_for_math(problem.answer) if problem.scorer == "math" else ""
+        if fault:
+            faults[problem.id] = f"{problem.answer!r:.60} in {problem.id}, which {fault}"
+    if faults:
+        report(
+            f"warning: hardly any response equals {len(faults)} of {len(problems)} references of {source} under scorer"
+            f" math, such as {next(iter(faults.values()))}. Correct or leave out such rows, or give --scorer FILE.py."
+        )
+
+
+def _fault_for_math(reference_text: str) -> str:
+    """Why hardly any response equals a reference under scorer math, as the end of a sentence; empty for others."""
+    text = last_boxed(reference_text) or reference_text
+    braces = text.replace(r"\{", "").replace(r"\}", "")
+    if not rewritten(text):
+        return "is a bound and no value"
+    if "\\" in text and braces.count("{") != braces.count("}"):
+        return "has braces that do not close"
+    if len(re.findall(r"[A-Za-z]{2,}", text)) > _MOST_WORDS and "\\" not in text:
+        return f"has more than {_MOST_WORDS} words, which are compared one by one"
+    return ""
 
 
 def _with_instruction(problem: Problem, instruction: str) -> Problem:

@@ -165,7 +165,10 @@ def test_a_column_of_choices_without_any_is_a_question(tmp_path: Path, choices: 
 
 def test_options_with_a_reference_that_is_no_letter_are_warned_of(tmp_path: Path) -> None:
     question = "2 + 2?\nA) 3\nB) 4\nC) 5"
-    letters = [{"question": question, "answer": answer} for answer in ("B", "(b)", "A, C", "A and C", "AC", "(B) 4")]
+    letters = [
+        {"question": question, "answer": answer}
+        for answer in ("B", "(b)", "A, C", "A and C", "AC", "(B) 4", "{A,C}", r"\textbf{(B)}")
+    ]
     reports: list[str] = []
     load_problems(jsonl(tmp_path / "letters.jsonl", *letters), report=reports.append)
     load_problems(jsonl(tmp_path / "plain.jsonl", {"question": "2 + 2?", "answer": 4}), report=reports.append)
@@ -176,8 +179,36 @@ def test_options_with_a_reference_that_is_no_letter_are_warned_of(tmp_path: Path
     load_problems(mixed, report=reports.append)
     (warning,) = reports
     assert (
-        "warning: 2 questions" in warning and "no letter ('1' in mixed-1)" in warning and "Write the letter" in warning
+        "warning: 2 of 3 problems" in warning
+        and "no letter ('1' in mixed-1)" in warning
+        and "Write the letter" in warning
     )
+
+
+@pytest.mark.parametrize(
+    ("reference", "says"),
+    [
+        ("at least 5", "'at least 5' in a-1, which is a bound and no value"),
+        (r"\frac{1}{", r"in a-1, which has braces that do not close"),
+        (
+            "Blue light is scattered by air far better than red light, so it comes from everywhere.",
+            "has more than 12 words",
+        ),
+        (r"\left\{1, 2\right\}", ""),
+        ("Paris, France", ""),
+        ("5 feet 6 inches", ""),
+    ],
+)
+def test_references_that_math_can_hardly_equal_are_warned_of(tmp_path: Path, reference: str, says: str) -> None:
+    rows = [{"input": "2 + 2?", "label": label} for label in ("4", reference)]
+    source = jsonl(tmp_path / "a.jsonl", *rows)
+    reports: list[str] = []
+    load_problems(source, report=reports.append)
+    if not says:
+        assert reports == []
+        return
+    (warning,) = reports
+    assert warning.startswith(f"warning: hardly any response equals 1 of 2 references of {source}") and says in warning
 
 
 def test_gpqa_is_shuffled_alike_in_every_run(tmp_path: Path) -> None:
