@@ -43,7 +43,7 @@ def _credit_checks(credit: Credit) -> Iterator[Check]:
         advantages=torch.randn(6, generator=generator)[responses],
         entropies=torch.rand(count, generator=generator),
         log_probs=-5.0 * torch.rand(count, generator=generator),
-        answers=responses,
+        responses=responses,
         groups=responses // 3,
         seeds=responses + 1,
     )
@@ -64,7 +64,7 @@ def _check_credit(credit: Credit, label: str, tokens: StepTokens) -> None:
 
     def formula(tokens: StepTokens) -> Tensor:
         advantages = answered(f"{where} formula()", lambda: credit.formula(tokens), "It must accept any tokens.")
-        _check_numbers(where, "formula()", advantages, len(tokens.answers))
+        _check_numbers(where, "formula()", advantages, len(tokens.responses))
         return advantages
 
     advantages = check_repeatable(
@@ -87,7 +87,7 @@ def _check_numbers(where: str, method: str, numbers: Tensor, count: int, part: s
 
 def _loss_tokens(tokens: StepTokens, generator: torch.Generator) -> LossTokens:
     """The tokens of a step in a forward that is differentiated; its first row of logits is of no token."""
-    count = len(tokens.answers)
+    count = len(tokens.responses)
     logits = torch.randn(1, count + 1, _VOCABULARY, generator=generator).requires_grad_()
     rows = torch.arange(count) + 1
     ids = torch.randint(_VOCABULARY, (count,), generator=generator)
@@ -97,13 +97,13 @@ def _loss_tokens(tokens: StepTokens, generator: torch.Generator) -> LossTokens:
         tokens=ids,
         log_probs=logits.log_softmax(dim=-1)[0, rows, ids],
         advantages=tokens.advantages,
-        answers=tokens.answers,
+        responses=tokens.responses,
     )
 
 
 def _check_in_loss(credit: Credit, forward: LossTokens) -> None:
     where = f"{credit.name}:"
-    count = len(forward.answers)
+    count = len(forward.responses)
 
     def in_loss(forward: LossTokens) -> dict[str, Tensor] | None:
         result = answered(f"{where} in_loss()", lambda: credit.in_loss(forward), "It must accept any tokens.")
@@ -140,7 +140,7 @@ def _check_marks(credit: Credit, tokens: StepTokens, forward: LossTokens) -> Non
     def marks(tokens: StepTokens) -> Tensor | None:
         is_marked = answered(f"{where} marks()", lambda: credit.marks(tokens), "It must accept any tokens.")
         if is_marked is not None:
-            shape = (len(tokens.answers),)
+            shape = (len(tokens.responses),)
             check_tensor(f"{where} what marks() returns", is_marked, shape, torch.bool, torch.device("cpu"))
         return is_marked
 

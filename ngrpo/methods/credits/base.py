@@ -28,7 +28,7 @@ class StepTokens:
         entropies: the policy's entropy where the token was drawn, in nats, at the sampling temperature and with the
             perturbed history.
         log_probs: log π of the policy before the step's updates, of the token or by the perturbation's density.
-        answers: the number of the token's response, ascending from 0.
+        responses: the number of the token's response, ascending from 0.
         groups: the number of its prompt, from 0.
         seeds: the seed of its response, from the run's seed and the step, for :func:`perturbations.streams.keys`.
     """
@@ -36,20 +36,20 @@ class StepTokens:
     advantages: Tensor
     entropies: Tensor
     log_probs: Tensor
-    answers: Tensor
+    responses: Tensor
     groups: Tensor
     seeds: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
 
     @property
     def first(self) -> Tensor:
         """Whether each token is the first one of its response, (N,) bool."""
-        first_of_all = torch.ones_like(self.answers[:1], dtype=torch.bool)
-        return torch.cat([first_of_all, self.answers.diff() > 0])
+        first_of_all = torch.ones_like(self.responses[:1], dtype=torch.bool)
+        return torch.cat([first_of_all, self.responses.diff() > 0])
 
     @property
     def positions(self) -> Tensor:
         """The place of each token in its response, from 0, (N,) int64."""
-        places = torch.arange(len(self.answers), device=self.answers.device)
+        places = torch.arange(len(self.responses), device=self.responses.device)
         place_of_first = torch.where(self.first, places, 0).cummax(0).values
         return places - place_of_first
 
@@ -66,7 +66,7 @@ class LossTokens:
         tokens: their ids.
         log_probs: log π of the policy of this update.
         advantages: the advantages that the tokens are trained with.
-        answers: the number of each token's response, ascending from 0.
+        responses: the number of each token's response, ascending from 0.
     """
 
     logits: Float[Tensor, "*forward vocabulary"]
@@ -74,7 +74,7 @@ class LossTokens:
     tokens: Int64[Tensor, " tokens"]
     log_probs: Float[Tensor, " tokens"]
     advantages: Float[Tensor, " tokens"]
-    answers: Int64[Tensor, " tokens"]
+    responses: Int64[Tensor, " tokens"]
 
     def entropies(self) -> Tensor:
         """The policy's entropy where each token was drawn, in nats, at the sampling temperature, (N,) float32."""

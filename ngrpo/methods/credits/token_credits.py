@@ -68,7 +68,7 @@ class FirstToken(Credit):
         at its first token. The first tokens of the group's other responses get 0; with ``wrong=keep`` only those of
         responses with A > 0.
         """
-        if not len(tokens.answers):
+        if not len(tokens.responses):
             return tokens.advantages
         # R responses have a token. What follows is (R,), by response.
         first_tokens = tokens.first.nonzero().flatten()
@@ -125,7 +125,7 @@ class SimKO(Credit):
         value is γ, its gradient γ ((1 − α) ∇log π(y) + (α / K) Σ_k ∇log π(k)). A < 0 and y the likeliest: γ̃ = λ γ.
         """
         entropies = tokens.entropies()
-        is_uncertain = entropies > quantiles(entropies, tokens.answers, self.quantile)  # H > τ
+        is_uncertain = entropies > quantiles(entropies, tokens.responses, self.quantile)  # H > τ
 
         right = (is_uncertain & (tokens.advantages > 0.0)).nonzero().flatten()
         log_probs_of_likeliest = tokens.log_probs_of(right, tokens.likeliest(right, self.k))  # (M, K)
@@ -139,15 +139,15 @@ class SimKO(Credit):
         return tokens.advantages.index_copy(0, wrong, penalised), term
 
 
-def quantiles(values: Tensor, answers: Tensor, q: float) -> Tensor:
+def quantiles(values: Tensor, responses: Tensor, q: float) -> Tensor:
     """The q-quantile of each response's values, by linear interpolation, at each of the response's tokens, (N,).
 
-    ``answers``: the number of each value's response, (N,), ascending from 0.
+    ``responses``: the number of each value's response, (N,), ascending from 0.
     """
-    if not len(answers):
+    if not len(responses):
         return values
     quantile_of_tokens = []
-    for values_of_response in values.split(torch.bincount(answers).tolist()):
+    for values_of_response in values.split(torch.bincount(responses).tolist()):
         if len(values_of_response):
             quantile = torch.quantile(values_of_response, q)
             quantile_of_tokens.append(quantile.expand(len(values_of_response)))

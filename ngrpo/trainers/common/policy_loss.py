@@ -139,7 +139,7 @@ class CreditInLoss:
             tokens=labels.flatten()[rows],
             log_probs=log_probs.flatten()[rows],
             advantages=advantages[mask].float(),
-            answers=responses,
+            responses=responses,
         )
         unchanged = (tokens.advantages, torch.zeros_like(tokens.advantages))
         changed, term = self._credit.in_loss(tokens) or unchanged

@@ -66,7 +66,7 @@ def step_tokens(maker: Any, experiences: Sequence[Experience]) -> StepTokens:
         advantages=advantages,
         entropies=masked(experiences, entropies).to(advantages),
         log_probs=masked(experiences, log_probs).to(advantages),
-        answers=responses,
+        responses=responses,
         groups=groups[responses],
         seeds=torch.tensor(seeds, dtype=torch.int64).to(responses)[responses],
     )

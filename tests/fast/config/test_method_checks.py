@@ -100,7 +100,7 @@ BROKEN = [
     ("credit", "formula", lambda self, tokens: tokens.advantages.mean(), "has shape ()"),
     ("credit", "formula", lambda self, tokens: tokens.advantages.double(), "is torch.float64"),
     ("credit", "formula", lambda self, tokens: tokens.advantages.mul_(0.5), "changes tokens.advantages in place"),
-    ("credit", "formula", lambda self, tokens: torch.rand(len(tokens.answers)), "a global random generator"),
+    ("credit", "formula", lambda self, tokens: torch.rand(len(tokens.responses)), "a global random generator"),
     ("credit", "formula", lambda self, tokens: tokens.advantages * next(CALLS), "two results for the same tokens"),
     ("credit", "keeps_sums", True, "keeps_sums is True"),
     ("credit", "in_loss", lambda self, tokens: tokens.hidden, "in_loss() raises AttributeError"),
@@ -135,7 +135,7 @@ BROKEN = [
     (
         "credit",
         "marks",
-        lambda self, tokens: torch.rand(len(tokens.answers)) < 0.5,
+        lambda self, tokens: torch.rand(len(tokens.responses)) < 0.5,
         "marks() draws from a global random generator",
     ),
     (

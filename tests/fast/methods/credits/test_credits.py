@@ -29,7 +29,7 @@ def step_tokens(advantages: list[float], **fields: list[float]) -> StepTokens:
         advantages=torch.tensor(advantages),
         entropies=zeros,
         log_probs=zeros,
-        answers=zeros.long(),
+        responses=zeros.long(),
         groups=zeros.long(),
     )
     return replace(tokens, **{name: torch.tensor(values) for name, values in fields.items()})
@@ -116,7 +116,7 @@ def test_marks_and_marked_loss_go_together(method: str, words: str) -> None:
 TWO_GROUPS = step_tokens(
     [0.5, 0.5, 0.5, 0.7, 0.7, 0.7, -1.7, -1.7, -1.0, -0.5, -0.5],
     log_probs=[-1.5, -1.5, -0.5, -2.0, -3.0, -1.0, -0.1, -0.1, -0.1, -0.1, -0.3],
-    answers=[0, 1, 1, 2, 2, 2, 3, 3, 4, 5, 5],
+    responses=[0, 1, 1, 2, 2, 2, 3, 3, 4, 5, 5],
     groups=[0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1],
 )
 
@@ -147,14 +147,14 @@ def test_first_token_of_equal_means_is_the_first_responses() -> None:
     tokens = step_tokens(
         [1.0, 2.0, 3.0, 4.0],
         log_probs=[-1.0, -1.0, -1.0, -2.0],
-        answers=[0, 1, 2, 3],
+        responses=[0, 1, 2, 3],
         groups=[1, 0, 1, 0],
     )
     assert credited("first_token", tokens) == [1.0, 2.0, 0.0, 0.0]
 
 
 def test_responses_and_groups_without_a_token_have_a_number_too() -> None:
-    tokens = step_tokens([1.0, 1.0], log_probs=[-1.0, -1.0], answers=[0, 2], groups=[0, 2])
+    tokens = step_tokens([1.0, 1.0], log_probs=[-1.0, -1.0], responses=[0, 2], groups=[0, 2])
     assert credited("first_token", tokens) == [1.0, 1.0]
 
 
@@ -274,7 +274,7 @@ def test_a_credit_knows_responses_and_prompts(monkeypatch: pytest.MonkeyPatch, m
     monkeypatch.setattr(type(credits.create("top_entropy")), "formula", formula)
     maker.compute_advantages_and_returns(three_responses())
     (tokens,) = tokens_of_calls
-    assert tokens.answers.tolist() == [0, 1, 1, 2, 2]
+    assert tokens.responses.tolist() == [0, 1, 1, 2, 2]
     assert tokens.groups.tolist() == [1, 0, 0, 0, 0]
     assert tokens.log_probs.tolist() == [-1.0, -2.0, -2.0, -1.0, -1.0]
     assert tokens.entropies.tolist() == [5.0, 1.0, 2.0, 4.0, 8.0]

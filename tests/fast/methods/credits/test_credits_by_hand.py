@@ -34,7 +34,7 @@ def response(probabilities: list[list[float]], drawn: list[int], advantage: floa
         tokens=ids,
         log_probs=log_probs_of(logits, ids),
         advantages=torch.full((count,), advantage),
-        answers=torch.zeros(count, dtype=torch.int64),
+        responses=torch.zeros(count, dtype=torch.int64),
     )
     return Response(tokens, logits)
 
@@ -104,7 +104,7 @@ STEP = StepTokens(
     advantages=torch.tensor([2.0, -1.0, 0.0, 1.0]),
     entropies=torch.zeros(4),
     log_probs=torch.tensor([-1.0, -3.0, -1.5, -2.5]),
-    answers=torch.tensor([0, 1, 1, 2]),
+    responses=torch.tensor([0, 1, 1, 2]),
     groups=torch.zeros(4, dtype=torch.int64),
     seeds=torch.tensor([11, 22, 22, 33]),
 )
@@ -168,16 +168,16 @@ def many_tokens() -> StepTokens:
     """400 responses of one to five tokens, half of them right; all covariances are within wide bounds."""
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(1, 6, (400,), generator=generator)
-    answers = torch.arange(400).repeat_interleave(lengths)
+    responses = torch.arange(400).repeat_interleave(lengths)
     is_right = torch.rand(400, generator=generator) < 0.5
-    size = len(answers)
+    size = len(responses)
     return StepTokens(
-        advantages=torch.where(is_right, 1.0, -1.0)[answers],
+        advantages=torch.where(is_right, 1.0, -1.0)[responses],
         entropies=torch.zeros(size),
         log_probs=-torch.rand(size, generator=generator),
-        answers=answers,
-        groups=answers // 4,
-        seeds=1000 + answers,
+        responses=responses,
+        groups=responses // 4,
+        seeds=1000 + responses,
     )
 
 
@@ -193,13 +193,13 @@ def test_clip_covs_choice_is_the_same_in_any_order_of_the_responses() -> None:
     assert int(is_clipped.sum()) == len(is_clipped) // 10
 
     # The last response first; the tokens of a response keep their order.
-    order = tokens.answers.argsort(descending=True, stable=True)
-    last_number = int(tokens.answers.max())
+    order = tokens.responses.argsort(descending=True, stable=True)
+    last_number = int(tokens.responses.max())
     reordered = StepTokens(
         advantages=tokens.advantages[order],
         entropies=tokens.entropies[order],
         log_probs=tokens.log_probs[order],
-        answers=last_number - tokens.answers[order],
+        responses=last_number - tokens.responses[order],
         groups=tokens.groups[order],
         seeds=tokens.seeds[order],
     )
@@ -212,7 +212,7 @@ def test_clip_cov_chooses_each_token_as_often_as_any_other() -> None:
     Of 1,200 tokens the largest is below 5 deviations.
     """
     tokens = many_tokens()
-    times = torch.zeros(len(tokens.answers))
+    times = torch.zeros(len(tokens.responses))
     for seed in range(300):
         times += clipped(replace(tokens, seeds=tokens.seeds + 100_000 * seed))
     assert float(times.mean()) == pytest.approx(30.0, abs=0.1)

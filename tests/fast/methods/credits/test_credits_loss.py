@@ -407,7 +407,7 @@ def test_simko_of_a_batch_without_a_generated_token() -> None:
         tokens=no_ids,
         log_probs=no_numbers,
         advantages=no_numbers,
-        answers=no_ids,
+        responses=no_ids,
     )
     advantages, term = credits.create("simko").in_loss(tokens)
     assert advantages.tolist() == []
