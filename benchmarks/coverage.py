@@ -7,14 +7,16 @@ A comparison trains two strategies with each of 3, 5 or 10 seeds; a trained mode
 problems, of which 32 responses are counted. What differs from run to run is drawn on the logit scale: an effect of the
 seed that both strategies share, one of the run, one of the run on each problem; in one world a run in ten collapses.
 The truth is the mean difference over all seeds on these problems. Then: eight equal strategies held against one
-baseline, and how often any of them is called different; and two tasks pooled. At last one seed of equal strategies,
-with few problems.
+baseline, and how often any of them is called different; and two tasks pooled. Then one seed of equal strategies, with
+few problems. In all of these each response has a draw of its own. At last Student's t where strategies share them: of a
+seed, as in `ngrpo compare`, or of all seeds, as in the studies that docs/ has published. Two responses with one draw
+are both right wherever both models are sure enough, which is as much as draws can have in common.
 """
 
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -34,6 +36,8 @@ SEEDS = (3, 5, 10)
 _REPLICATES = 2000
 _TAILS = [(1 - LEVEL) / 2, (1 + LEVEL) / 2]
 _COLLAPSED = -3.0  # logit of a run that has collapsed
+Draws = Literal["own", "of a seed", "of all seeds"]
+"""Which responses to a problem have a draw in common: none, those of a seed's strategies, or of all seeds too."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +50,9 @@ class World:
     problem: float
     collapse: float = 0.0
 
-    def scores(self, draw: np.random.Generator, trials: int, seeds: int, gains: tuple[float, ...]) -> np.ndarray:
+    def scores(
+        self, draw: np.random.Generator, trials: int, seeds: int, gains: tuple[float, ...], draws: Draws = "own"
+    ) -> np.ndarray:
         """Shares of right responses, (trials, strategies, seeds, problems); a strategy for each of ``gains``."""
         shape = (trials, len(gains), seeds, PROBLEMS)
         run_shape = (trials, len(gains), seeds, 1)
@@ -56,7 +62,13 @@ class World:
         problem_effect = self.problem * draw.standard_normal(shape)
         logits = ease + np.reshape(gains, (1, -1, 1, 1)) + seed_effect + (run_effect + problem_effect)
         logits = np.where(draw.random(run_shape) < self.collapse, _COLLAPSED, logits)
-        return draw.binomial(RESPONSES, 1 / (1 + np.exp(-logits))) / RESPONSES
+        chances = 1 / (1 + np.exp(-logits))
+        if draws == "own":
+            return draw.binomial(RESPONSES, chances) / RESPONSES
+        right = np.zeros(shape)
+        for _ in range(RESPONSES):
+            right += draw.random((trials, 1, seeds if draws == "of a seed" else 1, PROBLEMS)) < chances
+        return right / RESPONSES
 
     def truth(self) -> float:
         """The mean difference between a gain of GAIN and none, of very many seeds."""
@@ -122,9 +134,11 @@ METHODS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 }
 
 
-def coverage(world: World, seeds: int, trials: int, method: Callable[[np.ndarray], np.ndarray]) -> float:
+def coverage(
+    world: World, seeds: int, trials: int, method: Callable[[np.ndarray], np.ndarray], draws: Draws = "own"
+) -> float:
     """The fraction of trials in which the paired difference's interval holds the truth."""
-    scores = world.scores(np.random.default_rng(seeds), trials, seeds, (GAIN, 0.0))
+    scores = world.scores(np.random.default_rng(seeds), trials, seeds, (GAIN, 0.0), draws)
     low, high = method(scores[:, 0] - scores[:, 1]).T
     truth = world.truth()
     return float(((low <= truth) & (truth <= high)).mean())
@@ -213,6 +227,7 @@ def main() -> None:
     _print_detectable()
     _print_pooled(few_trials)
     _print_one_seed(trials)
+    _print_shared_draws(trials)
 
 
 def _print_intervals(trials: int) -> None:
@@ -262,6 +277,15 @@ def _print_one_seed(trials: int) -> None:
     for problems in FEW_PROBLEMS:
         percentile_share, expanded_share = found_with_one_seed(problems, trials)
         print(f"{problems:>2} problems  {percentile_share:.3f} -> {expanded_share:.3f}", flush=True)
+
+
+def _print_shared_draws(trials: int) -> None:
+    shared: tuple[Draws, ...] = ("of a seed", "of all seeds")
+    print(f"\nStudent's t, strategies with common draws ({trials} trials)")
+    for draws in shared:
+        for world in WORLDS:
+            shares = [f"{coverage(world, seeds, trials, student, draws):>10.3f}" for seeds in SEEDS]
+            print(f"{f'draws {draws}':<31}{world.name:<27}{''.join(shares)}", flush=True)
 
 
 if __name__ == "__main__":

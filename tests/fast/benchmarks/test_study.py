@@ -323,6 +323,18 @@ def test_methods_md_says_what_was_measured() -> None:
     assert set(measured) <= all_names
 
 
+@pytest.mark.parametrize(
+    ("draws", "same_arms", "same_seeds"),
+    [("own", False, False), ("of a seed", True, False), ("of all seeds", True, True)],
+)
+def test_simulated_strategies_share_draws(draws: coverage.Draws, same_arms: bool, same_seeds: bool) -> None:
+    """Runs that do not differ, of equal strategies: only their draws can make their scores differ."""
+    alike = coverage.World("alike", shared=0.0, run=0.0, problem=0.0)
+    ((first, second),) = alike.scores(np.random.default_rng(0), 1, 3, (0.0, 0.0), draws)
+    assert np.array_equal(first, second) is same_arms
+    assert np.array_equal(first[0], first[1]) is same_seeds
+
+
 @pytest.mark.more
 def test_students_t_covers_and_the_bootstrap_does_not() -> None:
     """400 trials, standard error 0.011 at 0.95. With five seeds a percentile interval reaches 1.96 · sqrt(4/5) standard
