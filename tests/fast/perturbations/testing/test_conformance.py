@@ -4,8 +4,10 @@
 import dataclasses
 import itertools
 import random
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -95,6 +97,13 @@ def test_a_third_partys_perturbation_conforms_as_instance_class_and_address() ->
     check_perturbation(Good(most=0.2))
     check_perturbation(Good, most=0.9, mode="b")
     check_perturbation(f"{__name__}:Good", most=1.0)
+
+
+def test_the_example_of_neighbors_conforms(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[4] / "docs/own_perturbation.md").read_text(encoding="utf-8")
+    (text,) = re.findall(r"```python\n(# near\.py\n.*?)```", page, re.DOTALL)
+    (tmp_path / "near.py").write_text(text, encoding="utf-8")
+    check_perturbation(str(tmp_path / "near.py"))
 
 
 def test_options_belong_to_a_class_not_to_an_instance() -> None:
