@@ -111,9 +111,13 @@ def outcomes(
 
 
 def _perturbation_checks(perturbation: Perturbation) -> _Checks:
-    yield Check("a small model that it fits", partial(proposal.smallest_vocabulary, perturbation))
-    if _outcome(partial(proposal.smallest_vocabulary, perturbation)) is not None:
-        return
+    for check in (
+        Check("what it declares", partial(proposal.check_declarations, perturbation)),
+        Check("a small model that it fits", partial(proposal.smallest_vocabulary, perturbation)),
+    ):
+        yield check
+        if _outcome(check.call) is not None:
+            return
     vocabulary = proposal.smallest_vocabulary(perturbation)
     if type(perturbation).module is not Perturbation.module:
         yield Check("its learned parameters", partial(check_module, perturbation), needed=True)
@@ -123,9 +127,9 @@ def _perturbation_checks(perturbation: Perturbation) -> _Checks:
     for number, (label, step) in enumerate(proposal.steps(vocabulary)):
         check = partial(proposal.check_step, perturbation, label, step)
         yield Check(f"proposals for {label}", check, needed=number == 0)
-    if perturbation.has_density and perturbation.zero_mean_score:
+    if perturbation.has_text_probabilities or (perturbation.has_density and perturbation.zero_mean_score):
         _, ordinary = proposal.steps(vocabulary)[0]
-        yield Check("the density is that of the draws", partial(proposal.check_draws, perturbation, ordinary))
+        yield Check("its probabilities are those of its draws", partial(proposal.check_draws, perturbation, ordinary))
     _, step = proposal.steps(vocabulary)[1]
     yield Check("no wait for the device", partial(proposal.check_waits, perturbation, step))
     yield Check("positions at which it acts", partial(proposal.check_acts, perturbation, vocabulary))

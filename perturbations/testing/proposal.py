@@ -3,6 +3,7 @@
 
 import dataclasses
 import logging
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +11,12 @@ from torch import Tensor, nn
 from perturbations import InputEdit, Perturbation, Proposal, Step, streams, user_files
 from perturbations.edit import realise
 from perturbations.embeddings import matrix_embeddings
-from perturbations.testing.density import check_density, check_device, check_is_of_the_draws
+from perturbations.testing.log_density import (
+    check_density,
+    check_device,
+    check_is_of_the_draws,
+    check_text_probabilities,
+)
 from perturbations.testing.module import HIDDEN_SIZE
 from perturbations.testing.report import (
     CLOSE,
@@ -27,6 +33,16 @@ from perturbations.testing.waits import check_without_values
 
 ROWS = 7  # of a step
 _VOCABULARIES = [64, 256, 1024, 4096, 1 << 14, 1 << 16, 1 << 18]
+_DECLARATIONS = (
+    "density_of_vector",
+    "draws_text",
+    "draws_token",
+    "has_density",
+    "reads_hidden",
+    "samples_text",
+    "score_only",
+    "zero_mean_score",
+)
 _log = logging.getLogger(__name__)
 
 
@@ -157,6 +173,14 @@ def check_acts(perturbation: Perturbation, vocabulary: int) -> None:
     )
 
 
+def check_declarations(perturbation: Perturbation) -> None:
+    """What the class says of its draws and its density is True or False."""
+    for name in _DECLARATIONS:
+        label = f"{perturbation.name}: {name}"
+        value = answered(label, partial(getattr, perturbation, name), "It must be True or False.")
+        expect(isinstance(value, bool), f"{label} is {value!r}.", "It must be True or False.")
+
+
 def check_prepare(perturbation: Perturbation, vocabulary: int) -> None:
     """It computes ahead from the model's embeddings, which only an engine on a GPU asks for."""
     _, step = steps(vocabulary)[0]
@@ -165,8 +189,12 @@ def check_prepare(perturbation: Perturbation, vocabulary: int) -> None:
 
 
 def check_draws(perturbation: Perturbation, step: Step) -> None:
-    """The density is that of what the perturbation draws."""
-    check_is_of_the_draws(perturbation, _readable(perturbation, step))
+    """The density, and the probabilities of the text, are those of what the perturbation draws."""
+    step = _readable(perturbation, step)
+    if perturbation.has_density and perturbation.zero_mean_score:
+        check_is_of_the_draws(perturbation, step)
+    if perturbation.has_text_probabilities:
+        check_text_probabilities(perturbation, step)
 
 
 def check_waits(perturbation: Perturbation, step: Step) -> None:
@@ -299,8 +327,9 @@ def _check_text(perturbation: Perturbation, step: Step, proposal: Proposal, wher
     if not perturbation.has_text_probabilities:
         return
     left = ~(step.logits if step.drawable is None else step.drawable).isneginf()
-    probabilities = perturbation.text_probabilities(step.logits, float(step.temperature[0]), left)
     label = f"{where} text_probabilities()"
+    temperature = float(step.temperature[0])
+    probabilities = answered(label, lambda: perturbation.text_probabilities(step.logits, temperature, left))
     check_tensor(label, probabilities, tuple(step.logits.shape), torch.float32, step.logits.device)
     sums = probabilities.sum(dim=-1)
     refuse(sums, (sums - 1.0).abs() > 1e-4, f"{label}, summed over the vocabulary,", "It must sum to 1.")

@@ -19,7 +19,7 @@ from perturbations.edit import realise
 from perturbations.embeddings import matrix_embeddings
 from perturbations.methods.gaussian import Gaussian
 from perturbations.step import Step
-from perturbations.testing.density import replayed
+from perturbations.testing.log_density import replayed
 
 POSITIONS = 256
 VOCABULARY = 4000

@@ -12,7 +12,7 @@ from torch import Tensor
 from perturbations import streams
 from perturbations.base import Perturbation, Step
 from perturbations.registry import create
-from perturbations.testing.density import replayed
+from perturbations.testing.log_density import replayed
 from tests.support.density_steps import PERTURBATIONS, D, V, a_step, generator, likely
 
 

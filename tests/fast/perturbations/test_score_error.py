@@ -14,7 +14,7 @@ from perturbations.base import Perturbation
 from perturbations.embeddings import matrix_embeddings
 from perturbations.registry import get
 from perturbations.step import Step
-from perturbations.testing.density import replayed
+from perturbations.testing.log_density import replayed
 from perturbations.testing.proposal import with_hidden
 from tests.support.score_error import KINDS, SIZES, mismatch, relative_error, rows, steps
 

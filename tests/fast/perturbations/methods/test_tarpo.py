@@ -21,7 +21,7 @@ from perturbations.errors import UsageError
 from perturbations.methods import learned
 from perturbations.methods.learned import Router
 from perturbations.replay.scope import LastHidden, ReplayScope
-from perturbations.testing.density import replayed
+from perturbations.testing.log_density import replayed
 from tests.support.token_log_probs import log_probs_of
 
 EMBEDDING = torch.tensor(

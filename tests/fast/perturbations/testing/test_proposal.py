@@ -14,6 +14,7 @@ from perturbations import create
 from perturbations.base import Perturbation, Proposal, Replayed, Step
 from perturbations.methods.latent import LEPO
 from perturbations.methods.soft_grpo import Gumbel, Normal
+from perturbations.methods.token_draws import CUTS
 from perturbations.testing import PerturbationError, check_perturbation
 
 
@@ -126,6 +127,19 @@ def not_normalised(self: LEPO, replayed: Replayed) -> Tensor:
 def test_a_density_of_other_draws_is_caught(log_density: Callable, message: str) -> None:
     with pytest.raises(PerturbationError, match=message):
         check_perturbation(broken(LEPO, log_density=log_density), density="exact")
+
+
+def test_text_probabilities_of_another_rule_are_caught() -> None:
+    def of_the_policy(self: CUTS, logits: Tensor, temperature: float, left: Tensor) -> Tensor:
+        return logits.softmax(dim=-1)
+
+    with pytest.raises(PerturbationError, match=r"text_probabilities\(\) gives .* and propose\(\) writes it into"):
+        check_perturbation(broken(CUTS, text_probabilities=of_the_policy))
+
+
+def test_a_declaration_is_true_or_false() -> None:
+    with pytest.raises(PerturbationError, match=r"zero_mean_score is 'no'\. It must be True or False"):
+        check_perturbation(broken(LEPO, zero_mean_score="no"), density="exact")
 
 
 def test_a_density_that_says_it_is_none_may_be_any() -> None:

@@ -12,7 +12,7 @@ from ngrpo.trainers.common.log_probs import densities
 from perturbations.base import Perturbation, Replayed
 from perturbations.methods.soft_grpo import Gumbel
 from perturbations.replay.scope import ReplayScope
-from perturbations.testing.density import replayed
+from perturbations.testing.log_density import replayed
 from tests.support.density_model import EVERY, STEPS, Model, batch, name_of, perturbed, run
 from tests.support.density_steps import PERTURBATIONS, D, V, generator
 from tests.support.token_log_probs import log_probs_of

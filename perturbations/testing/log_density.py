@@ -134,6 +134,30 @@ def check_is_of_the_draws(perturbation: Perturbation, step: Step) -> None:
     )
 
 
+def check_text_probabilities(perturbation: Perturbation, step: Step) -> None:
+    """Over many draws at one position each token is in the text as often as ``text_probabilities`` says.
+
+    ``step``: the logits of its first row are taken.
+    """
+    vocabulary = step.logits.shape[-1]
+    if vocabulary > _MOST_TOKENS:
+        return
+    many_draws = _many_draws(step)
+    tokens = perturbation.propose(many_draws).tokens
+    logits = many_draws.logits[:1]
+    left = torch.ones_like(logits, dtype=torch.bool)
+    probabilities = perturbation.text_probabilities(logits, _TEMPERATURE, left)[0]  # (V,)
+    shares = torch.bincount(tokens, minlength=vocabulary) / _DRAWS
+    excess = (shares - probabilities).abs() - 5.0 * (probabilities / _DRAWS).sqrt()
+    token = int(excess.argmax())
+    expect(
+        excess[token] <= 2.0 / _DRAWS,
+        f"{perturbation.name}: text_probabilities() gives {probabilities[token]:.3g} for token {token} at temperature"
+        f" {_TEMPERATURE}, and propose() writes it into {shares[token]:.3g} of {_DRAWS:,} texts.",
+        "Compute them with the formula, options and temperature of propose().",
+    )
+
+
 def _many_draws(step: Step) -> Step:
     """The first row of a step many times, each time with a seed of its own."""
     logits = step.logits[:1].expand(_DRAWS, -1)  # (draws, V)
