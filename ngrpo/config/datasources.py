@@ -1,14 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The column ``datasource`` of evaluation files, by which OpenRLHF names its metrics: ``eval_NAME_pass1``."""
 
-from collections.abc import Mapping
-from typing import Any
-
 from ngrpo.config import dataset_file
 from ngrpo.config.dataset_file import CHECKED_ROWS, ColumnNames
 from ngrpo.config.input_checks import local_files
 from ngrpo.machine.models.conversation import TOOLS
-from ngrpo.machine.storage.datafiles import read_rows
+from ngrpo.machine.storage.datafiles import Row, read_rows
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from perturbations.errors import UsageError
 
@@ -47,7 +44,7 @@ class Datasources:
         self._prompt_column = prompt_column
         self._first_rows: dict[str, tuple[str, str]] = {}  # by prompt: the datasource and the place of its first row
 
-    def check(self, row: Mapping[str, Any], place: str) -> None:
+    def check(self, row: Row, place: str) -> None:
         """Raises ``UsageError`` for a datasource that is no text, and for another one than the prompt's first."""
         datasource = row.get(_COLUMN, _DEFAULT)
         if not isinstance(datasource, str) or not datasource.strip():

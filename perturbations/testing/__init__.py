@@ -37,7 +37,7 @@ _Outcomes = Iterator[tuple[str, PerturbationError | None]]
 
 
 def check_perturbation(perturbation: Perturbation | type[Perturbation] | str, **options: object) -> None:
-    """Checks that a perturbation keeps the contract of :class:`perturbations.Perturbation`, in under a second on a CPU.
+    """Checks that a perturbation keeps the contract of :class:`perturbations.Perturbation`, in seconds on a CPU.
 
     ``perturbation``: an object; or its class, registry name, ``./file.py:Name`` or ``package.module:Name`` with its
     ``options``. ``PerturbationError`` for the first broken promise, ``ValueError`` for an unknown name or option.

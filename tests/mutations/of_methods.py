@@ -197,6 +197,14 @@ MUTATIONS = {
     ("perturbations/testing/proposal.py", "perturbations/test_sampled_text.py"): [
         ("not perturbation.samples_text or", "True or", "a text that is not sampled passes for one that is"),
     ],
+    ("perturbations/testing/log_density.py", "perturbations/testing/test_proposal.py"): [
+        ("mean_gradient <= _MEAN_GRADIENT,", "True,", "a density of another temperature passes"),
+        ("gain >= 0.0,", "True,", "a density of the wrong sign passes"),
+        ("excess[token] <= 2.0 / _DRAWS,", "True,", "probabilities of another text pass"),
+    ],
+    ("perturbations/testing/waits.py", "config/test_method_checks.py"): [
+        ('tensor.device.type != "cpu"', "True", "a result on the CPU passes"),
+    ],
     ("perturbations/methods/neighbor.py", "perturbations/test_sampled_text.py"): [
         ('return self.realization == "sampled"', "return True", "the anchor passes for a sampled token"),
     ],

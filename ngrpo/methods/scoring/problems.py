@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ngrpo.machine.console import Report
 from ngrpo.machine.models import conversation
@@ -30,6 +30,9 @@ from ngrpo.methods.scoring.math_response import rewritten
 from ngrpo.methods.scoring.reward_alarms import alarm_notes
 from ngrpo.methods.scoring.reward_files import check_scorer_name
 from perturbations.errors import UsageError, nearest
+
+if TYPE_CHECKING:
+    from datasets import Dataset, DatasetDict
 
 BENCHMARKS = {
     "deepscaler": "agentica-org/DeepScaleR-Preview-Dataset@train",  # problem, answer; 40,315 rows, for training
@@ -233,8 +236,7 @@ def _rows(source: str, limit: int | None, split: str | None) -> tuple[str, list[
     if is_saved_dataset(path):
         import datasets
 
-        loaded: Any = datasets.load_from_disk(path)
-        return path.name, _dataset_rows(source, loaded, limit, split)
+        return path.name, _dataset_rows(source, datasets.load_from_disk(path), limit, split)
     if path.is_dir():
         raise UsageError(
             f"--data {source}: is a folder of files. Give one of its files ({', '.join(ENDINGS)}), or a folder that"
@@ -270,7 +272,7 @@ def _rows(source: str, limit: int | None, split: str | None) -> tuple[str, list[
     return short if short in BENCHMARKS else name.rpartition("/")[2], _dataset_rows(name, loaded, limit, split)
 
 
-def _dataset_rows(name: str, loaded: Any, limit: int | None, split: str | None) -> list[Row]:
+def _dataset_rows(name: str, loaded: "Dataset | DatasetDict", limit: int | None, split: str | None) -> list[Row]:
     """The rows of what the package `datasets` loaded: a split, or a dictionary of all splits."""
     if isinstance(loaded, dict):
         splits = [str(name_of_split) for name_of_split in loaded]

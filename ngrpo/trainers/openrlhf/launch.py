@@ -111,6 +111,12 @@ _MEANING_OF_ERROR = {
 }
 
 
+# What vLLM raises where its engine's own process failed, which logs the reason, and what happened.
+_ENGINE_ERRORS = {
+    "Engine core initialization failed": "an engine did not start",
+    "EngineCore encountered an issue": "an engine failed",
+}
+
 # After a SIGKILL of the driver, Ray 2.55's agents look for its control store (GCS) for 60 seconds by default. A Ray on
 # this machine ends with its driver, so there is nothing to look for.
 _RAY_RECONNECT_VARIABLE = "RAY_gcs_rpc_server_reconnect_timeout_s"
@@ -285,10 +291,10 @@ def _as_training_failed(error: Exception) -> TrainingFailed:
 
         node = ray._private.worker._global_node  # No public accessor in Ray 2.55.
         if node is not None:
-            if "Engine core initialization failed" in cause:
-                message = engine_error(Path(node.get_logs_dir_path()))
+            for words, what in _ENGINE_ERRORS.items():
+                message = engine_error(Path(node.get_logs_dir_path())) if words in cause else None
                 if message:
-                    cause = f"an engine did not start: {explanation(RuntimeError(message)) or message}"
+                    cause = f"{what}: {explanation(RuntimeError(message)) or message}"
             logs = f"\n  logs of all processes: {node.get_logs_dir_path()}"
     return TrainingFailed(cause + logs)
 
@@ -297,7 +303,17 @@ def engine_error(logs: Path) -> str | None:
     """What an engine's own process failed with, which vLLM only logs, in Ray's folder of logs; None if nothing did."""
     error_line = r"\(EngineCore.* ERROR .*\] ((?:\w+\.)*\w*(?:Error|Exception): .+)"
     text = "\n".join(path.read_text(errors="replace") for path in logs.glob("worker-*"))
-    return next(reversed(re.findall(error_line, text)), None)
+    messages = re.findall(error_line, text)
+    return messages[-1] + _line_of_user_file(text) if messages else None
+
+
+def _line_of_user_file(text: str) -> str:
+    """The last line of a method's own file in a traceback, as a line of a message; empty if there is none."""
+    places = re.findall(r'File "<(.+), from the spec>", line (\d+), in (\w+)', text)
+    if not places:
+        return ""
+    file, number, function = places[-1]
+    return f"\n  at line {number} of {file}, in {function}()"
 
 
 # ---- why a training ended, and its left-over processes ------------------------------------------------------------
@@ -315,6 +331,7 @@ def root_cause(error: BaseException) -> str:
     lines = [line for line in text.splitlines() if re.match(r"[\w.]+(Error|Exception|Exit)\b", line)]
     if lines and "\n  File " in text:
         cause_text = lines[-1] + f"\n  ({name}; the traceback is above)"
+    cause_text += _line_of_user_file("\n".join(map(str, chain)))
     return f"{cause_text}\n  in {functions[-1]}" if functions else cause_text
 
 

@@ -55,7 +55,7 @@ def check_loaded(name: str, model: Any, loading: dict[str, Any]) -> None:
 
 
 @around
-def with_compared_tokens(original: Callable[..., Any], name: str, model_type: str, **kwargs: object) -> Any:
+def with_compared_tokens(original: Callable[..., object], name: str, model_type: str, **kwargs: object) -> object:
     """`get_llm_for_sequence_regression`, which loads a reward model or a critic."""
     model = original(name, model_type, **kwargs)
     check_tokens_of_hub(REWARD if model_type == "reward" else CRITIC, name)

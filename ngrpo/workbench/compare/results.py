@@ -27,7 +27,9 @@ from ngrpo.workbench.report.values import dig, failed_runs, format_number, share
 _COSTS = ("tokens_per_second", "step_seconds", "record_bytes_per_token")
 _CSV_STEP = ("reward", "rate", "shift", "gap_perturbed_mean", "gap_plain_mean", *_COSTS)
 
-Runs = Mapping[int, Mapping[str, Any]]
+Results = Mapping[str, Any]
+"""The content of results.json, or one of its runs."""
+Runs = Mapping[int, Results]
 """The runs of one arm, as in results.json, by seed."""
 
 
@@ -61,7 +63,7 @@ def collect(plan: Plan, folder: ComparisonFolder, command: Sequence[str], create
     return json.loads(json.dumps(result), parse_constant=lambda name: None)
 
 
-def warnings_of(results: Mapping[str, Any]) -> list[str]:
+def warnings_of(results: Results) -> list[str]:
     """Reasons to doubt the scores of a results.json: unscored responses, warnings of evaluations, unlike runs."""
     untrained = results["untrained"]
     warnings = []
@@ -91,14 +93,14 @@ def _arm_row(arm: Arm) -> dict[str, Any]:
     }
 
 
-def write(results: Mapping[str, Any], folder: ComparisonFolder) -> None:
+def write(results: Results, folder: ComparisonFolder) -> None:
     """Writes ``results.json``, ``results.csv`` and ``report.html``."""
     folder.write("results.json", results)
     write_text(folder.path / "results.csv", as_csv(results))
     write_report(results, folder.path / "report.html")
 
 
-def as_csv(results: Mapping[str, Any]) -> str:
+def as_csv(results: Results) -> str:
     """One line per run and training step, for a spreadsheet or pandas; the last step has the evaluation."""
     evaluations = [run["evaluation"] or {} for run in results["runs"]]
     ks = sorted({k for evaluation in evaluations for k in evaluation.get("pass_at_k") or {}}, key=int)
@@ -304,7 +306,7 @@ def _row(
     return row
 
 
-def mean_unscored(runs: Iterable[Mapping[str, Any]]) -> dict[str, float | None]:
+def mean_unscored(runs: Iterable[Results]) -> dict[str, float | None]:
     """The shares of responses of which a score may say little: the mean over the runs of an arm."""
     shares_by_run = [unscored(run["evaluation"] or {}) for run in runs]
     return {key: statistics.mean_of_known(run_shares[key] for run_shares in shares_by_run) for key in UNSCORED}
@@ -450,7 +452,7 @@ def verdict(difference: Mapping[str, Any] | None, measure: str, baseline: str, s
     return f"{'better' if value > 0 else 'worse'}: {text}"
 
 
-def table(results: Mapping[str, Any]) -> str:
+def table(results: Results) -> str:
     """The outcome in a few lines for the screen."""
     metrics = evaluated(results, by_arm(results))
     if len(metrics) > 2:

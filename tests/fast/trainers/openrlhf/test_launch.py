@@ -68,6 +68,30 @@ def test_root_cause_of_nested_ray_errors() -> None:
     assert root_cause(died).startswith("ImportError: cannot import name y")
 
 
+TRACEBACK = """
+  File "/x/ngrpo/rollout/perturber.py", line 80, in finish
+  File "<late.py, from the spec>", line 18, in propose
+    table["late"]
+"""
+
+
+def test_root_cause_in_a_user_s_file_has_its_line() -> None:
+    outer = TaskError(f"ray::fit() {TRACEBACK}KeyError: 'late'")
+    outer.cause = KeyError("late")
+    assert root_cause(outer) == "KeyError: 'late'\n  at line 18 of late.py, in propose()\n  in fit"
+
+
+def test_an_engine_that_fails_in_a_user_s_file_has_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = ["EngineCore encountered a fatal error.", *TRACEBACK.splitlines(), "KeyError: 'late'"]
+    prefix = "(EngineCore pid=7) ERROR 11-26 23:19:21 [core.py:1374] "
+    (tmp_path / "worker-1.out").write_text("".join(f"{prefix}{line}\n" for line in lines))
+    node = SimpleNamespace(get_logs_dir_path=lambda: str(tmp_path))
+    monkeypatch.setattr(pytest.importorskip("ray")._private.worker, "_global_node", node)
+    dead = RuntimeError("EngineCore encountered an issue. See stack trace (above) for the root cause.")
+    told = str(launch._as_training_failed(dead))
+    assert told.startswith("an engine failed: KeyError: 'late'\n  at line 18 of late.py, in propose()")
+
+
 def test_what_an_engine_process_failed_with(tmp_path: Path) -> None:
     line = "(EngineCore pid=2189) ERROR 11-26 23:19:21 [core.py:1374] {}\n".format
     text = "".join(map(line, ("EngineCore failed to start.", "  raise ValueError(", "ValueError: small", "")))
