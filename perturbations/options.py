@@ -8,7 +8,7 @@ import json
 import math
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, SupportsFloat
 
@@ -76,17 +76,6 @@ class Limits:
             return False
         return self.high is None or value <= self.high
 
-    def within(self, wider: "Limits") -> bool:
-        """Whether all that these limits allow is allowed by wider ones too."""
-        if wider.choices is not None:
-            return self.choices is not None and set(self.choices) <= set(wider.choices)
-        least = self.low if self.above is None else self.above
-        if wider.low is not None and (least is None or least < wider.low):
-            return False
-        if wider.above is not None and (least is None or least < wider.above or self.low == wider.above):
-            return False
-        return wider.high is None or (self.high is not None and self.high <= wider.high)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
@@ -104,6 +93,9 @@ class Options:
         for field in dataclasses.fields(self):
             check_redeclared(type(self), field, self.kind)
             value = coerce(type(self), field, getattr(self, field.name), self.kind)
+            # A base class's code relies on its limits, whatever those of a redeclared option are.
+            for _, inherited_field in inherited(type(self), field.name):
+                check_limits(inherited_field, value, f"{self.kind} option {field.name}={value!r}")
             object.__setattr__(self, field.name, value)  # the dataclass is frozen
 
     def spec(self) -> dict[str, Any]:
@@ -199,16 +191,21 @@ def scalar_kind(owner: type, name: str) -> type | None:
     return None
 
 
+def inherited(owner: type, name: str) -> Iterator[tuple[type, dataclasses.Field]]:
+    """The base classes that declare an option of this name, each with its field."""
+    for base in owner.__mro__[1:]:
+        field = getattr(base, "__dataclass_fields__", {}).get(name)
+        if field is not None:
+            yield base, field
+
+
 def check_redeclared(owner: type, field: dataclasses.Field, what: str) -> None:
-    """Raises ``UsageError`` where a field has another type or wider limits than in a base class, whose code reads it.
+    """Raises ``UsageError`` where a field has another type than in a base class, whose code reads it as before.
 
     ``what``: the word for the owner in messages.
     """
-    for base in owner.__mro__[1:]:
-        inherited = getattr(base, "__dataclass_fields__", {}).get(field.name)
-        if inherited is None:
-            continue
-        has_same_registry = field.metadata.get("registry") is inherited.metadata.get("registry")
+    for base, inherited_field in inherited(owner, field.name):
+        has_same_registry = field.metadata.get("registry") is inherited_field.metadata.get("registry")
         if set(kinds(owner, field.name)) != set(kinds(base, field.name)) or not has_same_registry:
             declared_as = annotation(base, field.name)
             if not has_same_registry:
@@ -218,18 +215,6 @@ def check_redeclared(owner: type, field: dataclasses.Field, what: str) -> None:
                 f" Redeclare {field.name!r} as {declared_as}; only default, help and narrower limits may change."
                 " Or give your option another name."
             )
-        if not Limits.of(field).within(Limits.of(inherited)):
-            raise UsageError(
-                f"{what} option {field.name!r}: {owner.__qualname__} redeclares it with the limits"
-                f" {allowed(field) or 'none'!r}, and {base.__qualname__} relies on {allowed(inherited)!r}. Write"
-                f" {_limits_as_code(inherited)} in its option(), or narrower limits. Or give your option another name."
-            )
-
-
-def _limits_as_code(field: dataclasses.Field) -> str:
-    """The limits of a field as arguments of :func:`option`: ``low=0.0, high=1.0``."""
-    limits = dataclasses.asdict(Limits.of(field))
-    return ", ".join(f"{name}={value!r}" for name, value in limits.items() if value is not None)
 
 
 def allowed(field: dataclasses.Field) -> str:
@@ -282,12 +267,17 @@ def coerce(
         limits_in_words = f" ({allowed(field)})" if allowed(field) else ""
         example = "" if _convert(kind, field.default) is None else f", for example {field.default!r}"
         raise UsageError(f"{label}: {kind_in_words} is needed{limits_in_words}{example}.")
-    limits = Limits.of(field)
-    if limits.choices and converted not in limits.choices:
-        raise UsageError(f"{label}: must be {allowed(field)}.{nearest(str(converted), limits.choices)}")
-    if isinstance(converted, (int, float)) and not limits.allow(converted):
-        raise UsageError(f"{label}: must be {allowed(field)}; the default is {field.default!r}.")
+    check_limits(field, converted, label)
     return converted
+
+
+def check_limits(field: dataclasses.Field, value: object, label: str) -> None:
+    """Raises ``UsageError``, which begins with ``label``, for a value of the field's type beyond its limits."""
+    limits = Limits.of(field)
+    if isinstance(value, str) and limits.choices and value not in limits.choices:
+        raise UsageError(f"{label}: must be {allowed(field)}.{nearest(value, limits.choices)}")
+    if isinstance(value, (int, float)) and not limits.allow(value):
+        raise UsageError(f"{label}: must be {allowed(field)}; the default is {field.default!r}.")
 
 
 def _object_of(registry: "Registry", field: dataclasses.Field, value: object, label: str) -> object:

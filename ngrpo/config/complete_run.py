@@ -260,7 +260,7 @@ def _check_pairs(complete: CompleteRun) -> None:
     compatibility.check(compatibility.TRAINING, Combination(run=complete.run, flags=complete.flags))
 
 
-Check = Callable[[CompleteRun], None]
+Check = Callable[[CompleteRun], object]
 """Looks at a run with the layers that it has so far; raises ``UsageError`` to refuse it."""
 
 

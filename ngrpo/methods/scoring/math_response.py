@@ -90,6 +90,8 @@ _TEENS = "ten|eleven|twelve|thirteen|fourteen|fifteen|sixteen|seventeen|eighteen
 _ONES = "one|two|three|four|five|six|seven|eight|nine"
 _SMALL_NUMBERS = f"zero|{_ONES}|{_TEENS}"
 _TENS = "twenty|thirty|forty|fifty|sixty|seventy|eighty|ninety"
+_VALUE_OF_SMALL = {word: value for value, word in enumerate(_SMALL_NUMBERS.split("|"))}
+_VALUE_OF_TENS = {word: 10 * tens for tens, word in enumerate(_TENS.split("|"), start=2)}
 # An answer that is a number in words and nothing else, but for a scale: "three", "forty-two", \text{two million}.
 _IN_WORDS = re.compile(
     rf"^(?P<before>(?:{TEXT}\{{\s*)?)(?:(?P<tens>{_TENS})(?:[- ](?P<ones>{_ONES}))?"
@@ -100,12 +102,10 @@ _IN_WORDS = re.compile(
 
 def _digits(match: re.Match[str]) -> str:
     """A match of :data:`_IN_WORDS` in digits: ``forty-two`` is ``42``."""
-    small_numbers = _SMALL_NUMBERS.split("|")
     before, tens, ones, small = match.groups()
     if small:
-        return f"{before}{small_numbers.index(small.lower())}"
-    number = 10 * (_TENS.split("|").index(tens.lower()) + 2) + small_numbers.index((ones or "zero").lower())
-    return f"{before}{number}"
+        return f"{before}{_VALUE_OF_SMALL[small.lower()]}"
+    return f"{before}{_VALUE_OF_TENS[tens.lower()] + _VALUE_OF_SMALL[(ones or 'zero').lower()]}"
 
 
 def _scaled(match: re.Match[str]) -> str:

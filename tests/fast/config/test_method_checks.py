@@ -127,7 +127,7 @@ BROKEN = [
     (
         "credit",
         "in_loss",
-        lambda self, tokens: (tokens.advantages, tokens.log_probs * torch.ones(len(tokens.answers))),
+        lambda self, tokens: (tokens.advantages, tokens.log_probs * torch.ones(len(tokens.responses))),
         "in_loss() computes with a tensor on the CPU",
     ),
     ("credit", "marks", lambda self, tokens: tokens.advantages[:2] < 0.0, "what marks() returns has shape (2,)"),

@@ -4,11 +4,13 @@
 import importlib
 import sys
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from perturbations import create, registry
+from perturbations import UsageError, create, option, registry
+from perturbations.methods.neighbor import Neighbor
 from tests.support.own_files import clean, install, message, write
 
 __all__ = ["clean"]  # each test in a folder of its own, and what it registers is gone after it
@@ -41,6 +43,22 @@ def test_bad_input_says_value_range_and_mend(name: str, options: dict, words: li
     text = message(lambda: create(name, **options))
     for word in words:
         assert word in text, text
+
+
+@dataclass(frozen=True, kw_only=True)
+class OftenNeighbor(Neighbor):
+    """Another default, whose declaration repeats no limits."""
+
+    rate: float = option(0.5, "fraction of the positions")
+    metric: str = option("l2", "of the neighbors")
+
+
+def test_a_redeclared_option_keeps_the_limits_of_its_base_class() -> None:
+    assert OftenNeighbor().rate == 0.5
+    with pytest.raises(UsageError, match=r"rate=1\.5: must be in \[0, 1\]"):
+        OftenNeighbor(rate=1.5)
+    with pytest.raises(UsageError, match=r"metric='cosin': must be one of cosine, l2, l1, dot\. Did you mean 'cosine'"):
+        OftenNeighbor(metric="cosin")
 
 
 @pytest.mark.parametrize(
@@ -221,5 +239,5 @@ def test_a_text_that_is_not_greedy_does_not_warn() -> None:
 )
 def test_defaults_are_those_of_the_papers(name: str, defaults: dict[str, object]) -> None:
     perturbation = create(name)
-    for option, default in defaults.items():
-        assert getattr(perturbation, option) == default, option
+    for name_of_option, default in defaults.items():
+        assert getattr(perturbation, name_of_option) == default, name_of_option

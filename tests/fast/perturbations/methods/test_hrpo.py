@@ -275,7 +275,7 @@ def without_gradient(self: Scale, token: Tensor, mixture: Tensor) -> Tensor:
     ("forward", "message"),
     [
         (in_the_parameters_dtype, "compute in float32"),
-        (summed_over_rows, "each row"),
+        (summed_over_rows, "one row for each position"),
         (without_gradient, "no finite gradient reaches scale"),
     ],
 )

@@ -435,25 +435,6 @@ def with_option(name: str, type_: type, default: object) -> dict[str, Any]:
             id="redeclared as text",
         ),
         pytest.param(
-            with_option("rate", float, option(0.5, "the rate")),
-            [
-                "redeclares it with the limits 'none'",
-                "relies on 'in [0, 1]'",
-                "Write low=0.0, high=1.0 in its option()",
-            ],
-            id="redeclared without limits",
-        ),
-        pytest.param(
-            with_option("most", float, option(0.5, "the most", low=0.0, high=1.0)),
-            ["the limits 'in [0, 1]', and Good relies on 'in (0, 1]'"],
-            id="redeclared with a limit that is not excluded",
-        ),
-        pytest.param(
-            with_option("mode", str, option("c", "a choice", choices=("a", "c"))),
-            ["the limits 'one of a, c', and Good relies on 'one of a, b'", "Write choices=('a', 'b')"],
-            id="redeclared with another choice",
-        ),
-        pytest.param(
             with_option("rate", int, option(1, "another type")),
             ["redeclares it as int", "Redeclare 'rate' as float"],
             id="redeclared as int",
