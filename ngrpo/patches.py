@@ -122,13 +122,14 @@ OPENRLHF: tuple[Patch, ...] = (
         "DeepSpeed compiles an Adam of its own for one to two minutes, and PyTorch has one already."),
     # ---- CUDA -------------------------------------------------------------------------------------
     _row(_DEEPSPEED, "get_train_ds_config", f"{_HARDWARE}.cuda:with_available_adam", "any_adam", "import",
-        "DeepSpeed compiles an Adam of its own, which fails without CUDA's toolkit, headers and libraries, or ninja;"
-        " PyTorch's Adam then takes its place."),
+        "DeepSpeed compiles an Adam of its own, which may fail; PyTorch's Adam then takes its place."),
     # ---- without flash-attn (see ngrpo.machine.hardware.stand_ins) ----------------------------------------
     _row("openrlhf.models.ring_attn_utils", IMPORT, f"{_HARDWARE}.stand_ins:flash_attn_stand_in", "without_flash_attn",
         "import", "The module imports flash_attn, although only packed samples need it."),
     _row("openrlhf.utils", "get_strategy", f"{_HARDWARE}.stand_ins:attention_as_given", "without_flash_attn", "import",
         "OpenRLHF asks for flash_attention_2 where samples are packed, whatever --ds.attn_implementation says."),
+    _row("openrlhf.models.utils", "log_probs_from_logits", "ngrpo.trainers.common.log_probs:without_flash_attn",
+        "without_flash_attn", "sha:25bc663769cb", "It makes a gradient as large as all logits every 1,024 rows."),
     _row(_LAUNCHER, "BaseDistributedActor._get_free_port", f"{_HARDWARE}.processes:port_below_outgoing", TRAINING,
         "sha:2e43720d4972",
         "OpenRLHF chooses a port long before it listens there, and an outgoing connection may have taken it by then."),
@@ -199,8 +200,7 @@ OPENRLHF: tuple[Patch, ...] = (
         "A perturbation's learned parameters may have a learning rate of their own."),
     _row(_MODEL, "log_probs_from_logits", "ngrpo.trainers.common.log_probs:with_overrides",
         "perturbation or sampling_mask or credit_in_loss", "import",
-        "Log-probabilities are among the tokens that sampling left, a density replaces the token's, and a credit reads"
-        " the logits."),
+        "Log-probabilities are among the tokens that sampling left, or a density's; a credit reads the logits."),
     _row("openrlhf.utils.vlm_utils", "merge_mm_train_inputs", f"{_TRAINERS}.model_actors:merge_mm_train_inputs",
         "perturbation or sampling_mask or routing or second_round", "sha:adfa2c8a4cd8",
         "The forward of a multimodal model gets its pictures without our records, which travel beside them."),

@@ -16,6 +16,7 @@ from perturbations.errors import require
 from perturbations.gates.default import GateOptions
 from perturbations.registry import perturbations
 from perturbations.row_blocks import largest
+from perturbations.token_log_probs import log_probs_at
 
 
 def input_gradient_option(default: str) -> Any:
@@ -84,10 +85,7 @@ class Replayed:
     def log_probs(self, ids: Tensor, temperature: float | None = None) -> Tensor:
         """log π of the tokens ``ids`` (N, n) among all, (N, n), with gradient; None: at the sampling temperature."""
         scale = 1.0 if temperature is None else self.temperature / temperature
-        logits = self.logits if scale == 1.0 else self.logits * scale  # (R, V)
-        token_logits = scale * self.at(ids)  # (N, n)
-        log_totals = torch.logsumexp(logits, dim=-1)[self.rows]  # (N,)
-        return token_logits - log_totals.unsqueeze(-1)
+        return log_probs_at(self.logits, self.rows, ids, scale)
 
     def top(self, k: int) -> Tensor:
         """The k likeliest tokens at each position, (N, k) int64."""

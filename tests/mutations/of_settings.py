@@ -101,8 +101,8 @@ MUTATIONS = {
     ],
     ("ngrpo/machine/hardware/gpu_notes.py", _PLANS): [
         (
-            "range(ceil(100 * args[name]) - 1, 0, -1)",
-            "range(1, ceil(100 * args[name]))",
+            "range(ceil(100 * args[name]) - 1, _LEAST_HUNDREDTHS - 1, -1)",
+            "range(_LEAST_HUNDREDTHS, ceil(100 * args[name]))",
             "memory: the smallest share that fits",
         ),
         ("savings.insert(0, _TURNS)", "pass", "memory: sleep is not offered with another saving"),

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A process that prints the memory of OpenRLHF's actor and DeepSpeed engine on a CPU, as torch's profiler counts it.
 
-The first line has the bytes of a logit, without and with gradients. A line for each stage of ZeRO follows, for updates
-of one and of two micro-batches: bytes at the peak of the last backward pass and of the update, over what is held
-between steps.
+The first line has the bytes of a logit, without and with gradients, and the second the same with a density. A line for
+each stage of ZeRO follows, for updates of one and of two micro-batches: bytes at the peak of the last backward pass and
+of the update, over what is held between steps.
 """
 
 import json
@@ -11,21 +11,28 @@ import sys
 import tempfile
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
 import deepspeed
+import numpy as np
 import torch
 from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks.replay import RecordKind, random_record
 from ngrpo.machine.hardware.stand_ins import flash_attn_stand_in
+from ngrpo.trainers.common.log_probs import densities, with_overrides, without_flash_attn
+from perturbations.registry import create
+from perturbations.replay.scope import ReplayScope
 
 with flash_attn_stand_in():
+    from openrlhf.models import actor as actor_module
     from openrlhf.models.actor import Actor
     from openrlhf.utils.deepspeed.deepspeed_utils import get_train_ds_config
 
-TOKENS, VOCABULARY, WIDTH, LAYERS = 2048, 8192, 1024, 12
+TOKENS, VOCABULARY, WIDTH, LAYERS = 8192, 8192, 1024, 12
 
 
 def memory_of(action: Callable[[], Any]) -> tuple[int, int]:
@@ -41,8 +48,11 @@ def memory_of(action: Callable[[], Any]) -> tuple[int, int]:
     return peak, held
 
 
-def logit_bytes(*, train: bool) -> float:
-    """Bytes of a logit at the peak of a forward pass, and of its backward pass."""
+def logit_bytes(*, train: bool, with_density: bool = False) -> float:
+    """Bytes of a logit at the peak of a forward pass, and of its backward pass.
+
+    ``with_density``: every position has the density of ``latent``.
+    """
     config = LlamaConfig(
         num_hidden_layers=1,
         vocab_size=VOCABULARY,
@@ -57,11 +67,16 @@ def logit_bytes(*, train: bool) -> float:
         actor = Actor(folder, attn_implementation="sdpa", param_dtype="bf16")
     tokens = torch.arange(TOKENS).unsqueeze(0)
     mask = torch.ones_like(tokens)
+    latent = create("latent", density="latent" if with_density else "token")
+    record = random_record(TOKENS, RecordKind(rate=1.1, candidates=latent.k, noisy=False), VOCABULARY, seed=0)
+    record = replace(record, normalizer=np.zeros(TOKENS, np.float32))
 
     def step() -> Any:
-        log_probs, output = actor(tokens, mask[:, 1:], attention_mask=mask, return_output=True)
-        if train:
-            log_probs.mean().backward()
+        scope = ReplayScope(actor.model.get_input_embeddings(), measure=False, perturbation=latent)
+        with scope([record], mask), densities(scope, temperature=1.0):
+            log_probs, output = actor(tokens, mask[:, 1:], attention_mask=mask, return_output=True)
+            if train:
+                log_probs.mean().backward()
         return output
 
     with nullcontext() if train else torch.no_grad():
@@ -98,7 +113,10 @@ def main() -> None:
     backend = import_module("deepspeed.comm.torch")
     backend.build_shm_op = lambda: None
     deepspeed.init_distributed(dist_backend="gloo")
-    print(json.dumps([logit_bytes(train=False), logit_bytes(train=True)]))
+    # As the rows of the patch table that concern log-probabilities.
+    actor_module.log_probs_from_logits = with_overrides(without_flash_attn(actor_module.log_probs_from_logits))
+    for with_density in (False, True):
+        print(json.dumps([logit_bytes(train=train, with_density=with_density) for train in (False, True)]))
     for stage in map(int, sys.argv[1:]):
         print(json.dumps([peaks(stage, 1), peaks(stage, 2)]))
 

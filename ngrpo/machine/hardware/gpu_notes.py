@@ -42,6 +42,8 @@ _CHECKPOINTING = _Saving(
     "activations are computed again in the backward pass",
 )
 _OFFLOAD = _Saving("--ds.adam_offload", {"ds.adam_offload": True}, "optimizer states stay on the host")
+# With less of a GPU an engine holds its weights and hardly any KV cache, so it would draw one response at a time.
+_LEAST_HUNDREDTHS = 10
 
 
 def notes(args: Args, machine: Machine | None) -> list[str]:
@@ -89,9 +91,9 @@ def _together(savings: Sequence[_Saving]) -> _Saving:
 
 
 def _fitting_share(args: Args, gpu: float) -> float | None:
-    """The largest smaller share of a GPU for engines with which a placement fits, in hundredths; None without any."""
+    """The largest smaller share of a GPU for engines with which a placement fits; None without a reasonable one."""
     name = SHARE.removeprefix("--")
-    for hundredths in range(ceil(100 * args[name]) - 1, 0, -1):
+    for hundredths in range(ceil(100 * args[name]) - 1, _LEAST_HUNDREDTHS - 1, -1):
         share = hundredths / 100
         if fits({**args, name: share}, gpu):
             return share

@@ -19,11 +19,11 @@ from ngrpo.machine.upstream.openrlhf_flags import Default, Flags
 from ngrpo.machine.upstream.placement import GIB, Args, Group, Machine
 from perturbations.errors import UsageError
 
-# Bytes of one logit: in the parameters' type and in float32 (models/actor.py). In the backward pass of OpenRLHF's
-# log-probabilities without flash-attn, its softmax, the gradient and a copy of it join the float32 ones. Both measured
+# Bytes of one logit: in the parameters' type and in float32 (models/actor.py). In the backward pass the gradient of the
+# log-probabilities joins the float32 ones, and that of a density, a mask correction or score centering. All measured
 # (tests/fast/machine/hardware/test_gpu_plan.py).
 _LOGIT = 2 + 4
-_LOGIT_WITH_GRADIENT = 16
+_LOGIT_WITH_GRADIENT = 12
 # DeepSpeed 0.19.6's buffer for the gradients that ranks exchange, 5e8 of 2 bytes whatever the model's size.
 _BUCKET = 2 * 500_000_000
 # Under ZeRO-3 DeepSpeed has a buffer for each group of so many parameters.

@@ -20,6 +20,7 @@ from perturbations.replay.flat_records import flat_rows
 from perturbations.replay.sampling_mask import SamplingMask
 from perturbations.replay.scope import ReplayScope
 from perturbations.replay.trajectory import FinishedTrajectory
+from perturbations.token_log_probs import log_probs_at
 
 NO_VISIBLE_LOGITS = (
     "no forward took its log-probabilities from the function that shows its logits (in OpenRLHF 0.11.2"
@@ -31,13 +32,29 @@ Override = Callable[[Tensor, Tensor, Tensor], Tensor]
 _active: ContextVar[tuple[Override, ...]] = ContextVar("log_prob_overrides", default=())
 
 
+def without_flash_attn(_original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """OpenRLHF's ``log_probs_from_logits`` where flash-attn's kernel is missing: equal to the bit, with less memory.
+
+    OpenRLHF's own sums slices of 1,024 rows, and for each of them autograd makes a gradient as large as all logits.
+    """
+
+    def log_probs_from_logits(logits: Tensor, labels: Tensor) -> Tensor:
+        rows = torch.arange(labels.numel(), device=labels.device)
+        return log_probs_at(logits.flatten(0, -2), rows, labels.reshape(-1, 1)).view_as(labels)
+
+    return log_probs_from_logits
+
+
 def with_overrides(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """A trainer's function from logits and labels to log-probabilities, with the overrides of the context."""
 
-    def log_probs_from_logits(logits: Tensor, labels: Tensor, *args: object, **kwargs: object) -> Tensor:
-        log_probs = original(logits, labels, *args, **kwargs)
+    def log_probs_from_logits(logits: Tensor, labels: Tensor) -> Tensor:
+        # All that reads the logits reads this one view of them. Autograd adds gradients of a tensor in place, except
+        # those that come through different views: their sum would take as much memory again as the logits.
+        rows_of_logits = logits.flatten(0, -2)
+        log_probs = original(rows_of_logits, labels.flatten()).view_as(labels)
         for override in _active.get():
-            log_probs = override(logits, labels, log_probs)
+            log_probs = override(rows_of_logits, labels, log_probs)
         return log_probs
 
     return log_probs_from_logits
@@ -48,7 +65,8 @@ def override_log_probs(override: Override, failed: str, fix: str) -> Iterator[No
     """Overrides the log-probabilities of the forward in this context, after the overrides of outer contexts.
 
     Args:
-        override: from logits (…, V), labels (…) and log-probabilities (…) to log-probabilities.
+        override: from logits (R, V), labels (…) and log-probabilities (…), of R elements each, to
+            log-probabilities.
         failed: the beginning of the RuntimeError if the override was never called.
         fix: its end.
     """
