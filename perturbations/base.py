@@ -145,6 +145,7 @@ class Perturbation(GateOptions, ABC):
     @property
     def has_parameters(self) -> bool:
         """Whether :meth:`module` gives learned parameters."""
+        # Any hidden size tells; a module may divide it, as a low-rank one does.
         return type(self).module is not Perturbation.module and self.module(64) is not None
 
     @property

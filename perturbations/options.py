@@ -94,8 +94,8 @@ class Options:
             check_redeclared(type(self), field, self.kind)
             value = coerce(type(self), field, getattr(self, field.name), self.kind)
             # A base class's code relies on its limits, whatever those of a redeclared option are.
-            for _, inherited_field in inherited(type(self), field.name):
-                check_limits(inherited_field, value, f"{self.kind} option {field.name}={value!r}")
+            for _, base_field in redeclared(type(self), field):
+                check_limits(base_field, value, f"{self.kind} option {field.name}={value!r}")
             object.__setattr__(self, field.name, value)  # the dataclass is frozen
 
     def spec(self) -> dict[str, Any]:
@@ -191,12 +191,12 @@ def scalar_kind(owner: type, name: str) -> type | None:
     return None
 
 
-def inherited(owner: type, name: str) -> Iterator[tuple[type, dataclasses.Field]]:
-    """The base classes that declare an option of this name, each with its field."""
+def redeclared(owner: type, field: dataclasses.Field) -> Iterator[tuple[type, dataclasses.Field]]:
+    """The base classes in which an option of this name is declared otherwise, each with its field there."""
     for base in owner.__mro__[1:]:
-        field = getattr(base, "__dataclass_fields__", {}).get(name)
-        if field is not None:
-            yield base, field
+        base_field = getattr(base, "__dataclass_fields__", {}).get(field.name)
+        if base_field is not None and base_field is not field:
+            yield base, base_field
 
 
 def check_redeclared(owner: type, field: dataclasses.Field, what: str) -> None:
@@ -204,8 +204,8 @@ def check_redeclared(owner: type, field: dataclasses.Field, what: str) -> None:
 
     ``what``: the word for the owner in messages.
     """
-    for base, inherited_field in inherited(owner, field.name):
-        has_same_registry = field.metadata.get("registry") is inherited_field.metadata.get("registry")
+    for base, base_field in redeclared(owner, field):
+        has_same_registry = field.metadata.get("registry") is base_field.metadata.get("registry")
         if set(kinds(owner, field.name)) != set(kinds(base, field.name)) or not has_same_registry:
             declared_as = annotation(base, field.name)
             if not has_same_registry:

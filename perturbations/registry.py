@@ -355,13 +355,15 @@ def _run_file(path: str, source: str | None, label: str) -> ModuleType:
 
 def _check_overrides(cls: type, label: str) -> None:
     """Raises ``UsageError`` for what a class defines in vain, so that the base class's own value would be used."""
+    of_bases = [name for base in cls.__mro__[1:] for name in (*vars(base), *get_annotations(base))]
+    public_names = {name for name in of_bases if not name.startswith("_")}
     for name, value in vars(cls).items():
         if name.startswith("_"):
             continue
         if name in cls.option_names():
             _check_annotated(cls, name, value, label)
         else:
-            _check_overriding(cls, name, value, label)
+            _check_overriding(cls, name, value, public_names, label)
 
 
 def _check_annotated(cls: type, name: str, value: object, label: str) -> None:
@@ -376,12 +378,11 @@ def _check_annotated(cls: type, name: str, value: object, label: str) -> None:
     )
 
 
-def _check_overriding(cls: type, name: str, value: object, label: str) -> None:
-    """Raises ``UsageError`` for an attribute that is not what a base class reads: misspelled, or without @property."""
-    bases = cls.__mro__[1:]
-    public_names: set[str] = set()
-    for base in bases:
-        public_names.update(other for other in (*vars(base), *get_annotations(base)) if not other.startswith("_"))
+def _check_overriding(cls: type, name: str, value: object, public_names: set[str], label: str) -> None:
+    """Raises ``UsageError`` for an attribute that is not what a base class reads: misspelled, or without @property.
+
+    ``public_names``: of the base classes' attributes.
+    """
     if name not in public_names:
         similar = difflib.get_close_matches(name, public_names, n=1, cutoff=0.88)
         if similar:
@@ -390,7 +391,7 @@ def _check_overriding(cls: type, name: str, value: object, label: str) -> None:
                 f" another name, such as '_{name}'."
             )
         return
-    is_method_of_base = any(isroutine(vars(base).get(name)) for base in bases)
+    is_method_of_base = any(isroutine(vars(base).get(name)) for base in cls.__mro__[1:])
     if isroutine(value) and not is_method_of_base:
         raise UsageError(
             f"{label}: its {name!r} is a method, which is true without a call. It is read as a value:"

@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 _SLICE = 1024
 """Rows of logits that are summed at once, as in OpenRLHF 0.11.2, so that the sums round as its own do."""
@@ -49,7 +50,10 @@ class _LogProbs(torch.autograd.Function):
         return scale * logits[rows.unsqueeze(-1), ids] - log_totals[rows].unsqueeze(-1)
 
     @staticmethod
-    def backward(ctx: _Context, *output_gradients: Tensor) -> tuple[Tensor, None, None, None]:
+    @once_differentiable  # a second derivative would take log Σ exp for a constant
+    def backward(  # type: ignore[override]
+        ctx: _Context, *output_gradients: Tensor
+    ) -> tuple[Tensor, None, None, None]:
         logits, rows, ids, log_totals = ctx.saved_tensors
         scaled_gradients = ctx.scale * output_gradients[0]  # (N, n)
         row_gradients = torch.zeros_like(log_totals).index_add_(0, rows, scaled_gradients.sum(dim=-1))

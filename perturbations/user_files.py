@@ -16,7 +16,7 @@ import re
 import sys
 import traceback
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import packages_distributions
 from pathlib import Path
@@ -63,6 +63,11 @@ def split(address: str) -> tuple[str, str] | None:
 def is_source(key: str) -> bool:
     """Whether a key of a spec is that of a file's packed text: ``source``, or ``gate.source``."""
     return key == "source" or key.endswith(".source")
+
+
+def options_in_words(spec: Mapping[str, object]) -> list[str]:
+    """The options of a spec, such as ``rate=0.1``, without its name and the texts of files."""
+    return [f"{key}={value}" for key, value in spec.items() if key != "name" and not is_source(key)]
 
 
 def digest(packed: str) -> str:

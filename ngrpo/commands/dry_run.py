@@ -146,7 +146,7 @@ def _configuration(args: placement.Args, run: RunConfig) -> list[str]:
 def _with_options(flag: str, spec: Mapping[str, Any]) -> list[str]:
     """A flag of ours, the name that it has, and its options."""
     title = f"{flag} {spec.get('name', '')}".rstrip()
-    options = [f"{key}={value}" for key, value in spec.items() if key != "name" and not user_files.is_source(key)]
+    options = user_files.options_in_words(spec)
     return _wrapped(f"{title}: {', '.join(options)}" if options else title)
 
 

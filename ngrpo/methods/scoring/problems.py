@@ -278,7 +278,7 @@ def _dataset_rows(name: str, loaded: "Dataset | DatasetDict", limit: int | None,
         splits = [str(name_of_split) for name_of_split in loaded]
         if split is not None and split not in splits:
             raise UsageError(f"--data {name}: has no split {split!r}. Its splits: {', '.join(splits)}.")
-        usual = [known for known in (split, *_SPLITS) if known in splits]
+        usual = [name_of_split for name_of_split in (split, *_SPLITS) if name_of_split in splits]
         if not usual and len(splits) > 1:
             raise UsageError(f"--data {name}: has the splits {', '.join(splits)}. Name one: --split {splits[0]}.")
         loaded = loaded[usual[0] if usual else splits[0]]

@@ -291,10 +291,10 @@ def _as_training_failed(error: Exception) -> TrainingFailed:
 
         node = ray._private.worker._global_node  # No public accessor in Ray 2.55.
         if node is not None:
-            for words, what in _ENGINE_ERRORS.items():
-                message = engine_error(Path(node.get_logs_dir_path())) if words in cause else None
-                if message:
-                    cause = f"{what}: {explanation(RuntimeError(message)) or message}"
+            failure = next((what for words, what in _ENGINE_ERRORS.items() if words in cause), None)
+            message = None if failure is None else engine_error(Path(node.get_logs_dir_path()))
+            if message:
+                cause = f"{failure}: {explanation(RuntimeError(message)) or message}"
             logs = f"\n  logs of all processes: {node.get_logs_dir_path()}"
     return TrainingFailed(cause + logs)
 

@@ -152,7 +152,11 @@ def unlike_conditions(runs: Sequence[Mapping[str, Any]]) -> list[str]:
     by_seed: dict[int, list[dict[str, str | None]]] = {}
     for run in runs:
         if run["status"] == "done":
-            conditions = {"code of this project": run.get("code"), "processor": run.get("cpu"), "GPU": run.get("gpu")}
+            conditions = {
+                "code of this project": run.get("code"),
+                "processor": run.get("cpu"),
+                "GPU": run.get("gpu"),
+            }
             by_seed.setdefault(run["seed"], []).append(conditions)
     return [
         f"seed {seed}: its runs differ in the {difference}, and not only in their arms. To run them alike, give --out"

@@ -309,28 +309,40 @@ def trained_otherwise(results: Mapping[str, Any]) -> list[str]:
     leaves arms of one command with different numbers of steps.
     """
     baseline = str(results.get("baseline"))
-    settings = {str(row.get("id")): row.get("settings") or {} for row in rows(results, "strategies")}
-    if baseline not in settings:
+    facts_by_arm = _facts_of_training(results)
+    if baseline not in facts_by_arm:
         return []
-    shared = Flags(results.get("openrlhf_args") or ())
-    keys = dict.fromkeys(key for own in settings.values() for key in own if not is_of_method(key))
-    facts = {}
-    for arm, own in settings.items():
-        facts[arm] = {f"--{key}": own.get(key, shared.value(f"--{key}")) for key in keys}
-        counts = {len(run["steps"]) for run in rows(results, "runs") if run["strategy"] == arm and run.get("steps")}
-        if counts:
-            facts[arm]["training steps"] = " or ".join(map(str, sorted(counts)))
-
     arms_by_difference: dict[str, list[str]] = {}
-    for arm, own_facts in facts.items():
+    for arm, facts in facts_by_arm.items():
         differences = []
-        for name, value in own_facts.items():
-            of_baseline = facts[baseline].get(name, value)
-            if value != of_baseline:
-                differences.append(f"{name} {_flag_value(value)} ({baseline}: {_flag_value(of_baseline)})")
+        for name, value in facts.items():
+            value_of_baseline = facts_by_arm[baseline].get(name, value)
+            if value != value_of_baseline:
+                differences.append(f"{name} {_flag_value(value)} ({baseline}: {_flag_value(value_of_baseline)})")
         if differences:
             arms_by_difference.setdefault(", ".join(differences), []).append(arm)
     return [f"{', '.join(arms)}: {difference}" for difference, arms in arms_by_difference.items()]
+
+
+def _facts_of_training(results: Mapping[str, Any]) -> dict[str, dict[str, str | None]]:
+    """By arm, the value of each flag that an arm sets and that chooses no method, and the numbers of its steps."""
+    shared = Flags(results.get("openrlhf_args") or ())
+    settings_by_arm = {str(row.get("id")): row.get("settings") or {} for row in rows(results, "strategies")}
+    keys: dict[str, None] = {}  # in the order of the arms
+    for settings in settings_by_arm.values():
+        keys |= dict.fromkeys(key for key in settings if not is_of_method(key))
+    step_counts: dict[str, set[int]] = {}
+    for run in rows(results, "runs"):
+        if run.get("steps"):
+            step_counts.setdefault(run["strategy"], set()).add(len(run["steps"]))
+
+    facts_by_arm = {}
+    for arm, settings in settings_by_arm.items():
+        facts = {f"--{key}": settings.get(key, shared.value(f"--{key}")) for key in keys}
+        if arm in step_counts:
+            facts["training steps"] = " or ".join(map(str, sorted(step_counts[arm])))
+        facts_by_arm[arm] = facts
+    return facts_by_arm
 
 
 def _flag_value(value: str | None) -> str:

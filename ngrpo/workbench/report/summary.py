@@ -274,8 +274,7 @@ def _describe(spec: Mapping[str, Any] | None) -> str:
 
 def _words(spec: Mapping[str, Any]) -> str:
     """A method's name and options, without the text of its file."""
-    options = [f"{key}={value}" for key, value in spec.items() if key != "name" and not user_files.is_source(key)]
-    return " ".join([str(spec["name"]), *options])
+    return " ".join([str(spec["name"]), *user_files.options_in_words(spec)])
 
 
 def _figures(rows: list[dict[str, float]], evaluation: Series) -> list[str]:

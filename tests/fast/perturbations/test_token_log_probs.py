@@ -34,6 +34,14 @@ def test_values_and_gradient_are_those_of_log_softmax(scale: float, monkeypatch:
     torch.testing.assert_close(logits.grad, expected_logits.grad)
 
 
+def test_a_second_derivative_is_refused() -> None:
+    logits = random_logits(3, 7).requires_grad_()
+    log_probs = log_probs_at(logits, torch.tensor([0]), torch.tensor([[1]]))
+    (gradient,) = torch.autograd.grad(log_probs.square().sum(), logits, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.square().sum().backward()
+
+
 @pytest.mark.more
 def test_values_and_gradient_are_openrlhfs_own_to_the_bit() -> None:
     """Of 2,500 tokens, which OpenRLHF sums in three slices."""
