@@ -60,7 +60,7 @@ _PICTURES_AND_SOUNDS = ("image", "images", "video", "videos", "audio", "audios")
 _GPQA = ("Question", "Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3")
 # Options in the question itself: "(A) ...", "A. ...", "A) ..." at the start of a line.
 _LISTED = re.compile(r"^\s*\(?([A-J])[).:]\s", re.MULTILINE)
-_DRESSED = re.compile(r"\\(?:text|math|m?box)[a-z]*|[{}$]")  # \text{(E)}, and the {E} that some sets have left of it
+_MARKUP = re.compile(r"\\(?:text|math|m?box)[a-z]*|[{}$]")  # \text{(E)}, and the {E} that some sets have left of it
 # A reference that names options: B, (b), "A, C", "A and C", ACD, "(B) 12".
 _LETTERS = re.compile(
     r"\(?[A-Ja-j]\)?(?:(?:\s*[,;&]\s*|\s*\band\b\s*|\s*)\(?[A-Ja-j]\)?)*|\(?[A-J][).:]\s.*", re.DOTALL
@@ -139,7 +139,7 @@ def load_problems(
                 " rows out with --skip-unanswered."
             )
     _report_options_without_letter(source, problems, report)
-    _report_hardly_right(source, problems, report)
+    _report_unmatchable(source, problems, report)
     if len(problems) < len(rows):
         report(f"{len(rows) - len(problems)} of {len(rows)} problems of {source} have no answer and are left out")
     if not problems:
@@ -180,7 +180,7 @@ def _report_options_without_letter(source: str, problems: Sequence[Problem], rep
     """Warns of questions with options whose reference is no letter, such as an option's index: math compares it."""
     unlettered = []
     for problem in problems:
-        answer = _DRESSED.sub("", problem.answer)
+        answer = _MARKUP.sub("", problem.answer)
         if problem.scorer == "math" and _lists_options(problem.messages) and not _LETTERS.fullmatch(answer):
             unlettered.append(problem)
     if unlettered:
@@ -192,7 +192,7 @@ def _report_options_without_letter(source: str, problems: Sequence[Problem], rep
         )
 
 
-def _report_hardly_right(source: str, problems: Sequence[Problem], report: Report) -> None:
+def _report_unmatchable(source: str, problems: Sequence[Problem], report: Report) -> None:
     """Warns of references that hardly any response equals under scorer math."""
     faults = {}
     for problem in problems:
