@@ -2,16 +2,13 @@
 """The estimate of a GPU's memory against what OpenRLHF's own code takes on a CPU, as torch's profiler counts it."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from ngrpo.machine.hardware import gpu_plan
 from ngrpo.machine.models.architecture import ModelSize
 from ngrpo.machine.upstream.openrlhf_flags import Flags
+from tests.support.own_process import run_module
 
 PARAMETERS = 12 * 1024**2
 SIZE = ModelSize(PARAMETERS, 1, 0, 0, 1, 1, 1, 0, head_norms=False, source="by hand")
@@ -32,13 +29,7 @@ def test_the_estimate_is_what_openrlhfs_own_code_takes() -> None:
     pytest.importorskip("openrlhf")
     pytest.importorskip("deepspeed")
     of_one_process = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__).resolve().parents[3] / "support" / "memory_profile.py"), "1", "2"],
-        env={**os.environ, **of_one_process, "DS_ACCELERATOR": "cpu"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    done = run_module("tests.support.memory_profile", "1", "2", env={**of_one_process, "DS_ACCELERATOR": "cpu"})
     plain, with_density, *stages = (
         json.loads(line) for line in done.stdout.splitlines() if line.startswith("[") and "MoE" not in line
     )
