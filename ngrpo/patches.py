@@ -288,8 +288,6 @@ VLLM: tuple[Patch, ...] = (
         "The start-up check runs at its end."),
     _vllm(_CORE, "EngineCoreProc.run_busy_loop", "startup_check:checked_loop", "(self)",
         "In a process that was spawned, the start-up check runs here: its __init__ runs unpatched."),
-    _vllm(_CORE, "DPEngineCoreProc.run_busy_loop", "startup_check:checked_loop", "(self)",
-        "Data-parallel ranks of a mixture of experts have a loop of their own."),
     _vllm(_CORE, "EngineCore.add_request", "startup_check:checked_first", "(self, ...)",
         "A start-up check that is due runs before the next request to an idle engine."),
     _vllm(_CORE, "EngineCore.collective_rpc", "startup_check:with_calls_of_core", "(self, method, ...)",

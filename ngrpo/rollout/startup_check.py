@@ -55,11 +55,7 @@ def checked_core(
 
 @around
 def checked_loop(original: Callable[..., None], self: EngineCore) -> None:
-    """``run_busy_loop`` of a core in a process of its own, which begins with the check if ``__init__`` had none.
-
-    Data-parallel ranks of a mixture of experts, which step together, run the check's steps together here. Before the
-    first request to one of them, its steps would wait for the other ranks forever.
-    """
+    """``run_busy_loop`` of a core in a process of its own, which begins with the check if ``__init__`` had none."""
     check_at_start(self)
     original(self)
 

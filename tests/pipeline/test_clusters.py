@@ -70,9 +70,17 @@ def head(gpus: int = 1) -> Iterator[str]:
     flags += ["--object-store-memory", str(1 << 28)]
     try:
         with node(*flags, gpus=gpus):
-            yield CURRENT_CLUSTER.read_text().strip()
+            yield address_of_head()
     finally:
         CURRENT_CLUSTER.unlink(missing_ok=True)
+
+
+def address_of_head(within: float = 30.0) -> str:
+    """The newest cluster's address. Ray notes it after its first node has said that it has started."""
+    until = time.monotonic() + within
+    while not (CURRENT_CLUSTER.exists() and CURRENT_CLUSTER.read_text()) and time.monotonic() < until:
+        time.sleep(0.1)
+    return CURRENT_CLUSTER.read_text().strip()
 
 
 def second(address: str, within: Sequence[str] = ()) -> AbstractContextManager[None]:
