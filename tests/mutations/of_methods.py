@@ -222,6 +222,9 @@ MUTATIONS = {
     ("ngrpo/trainers/openrlhf/trainer.py", "methods/sampling_schedules/test_sampling_schedules_run.py"): [
         ("[astuple(step) for step in self.past_steps]", "[]", "a resumed run forgets the first step's entropy"),
     ],
+    ("ngrpo/trainers/openrlhf/trainer.py", "config/test_resume.py"): [
+        ('states["episode"] += 1', "pass", "a resumed run trains the complete episode once more"),
+    ],
     ("ngrpo/trainers/openrlhf/experience_maker.py", "methods/sampling_schedules/test_sampling_schedules_run.py"): [
         (
             "experience.rollout_log_probs[compared]",

@@ -23,6 +23,8 @@ from perturbations.errors import UsageError, require
 
 _STATE = "ngrpo"
 """Our part of the states in a checkpoint of OpenRLHF."""
+_FINISHED = "_iterator_finished"
+"""The entry of torchdata's loader for a pass over the prompts that has ended."""
 LENGTH = "ngrpo_length"
 """Our entry for the loader's length in the state of an asynchronous run's dataloader."""
 
@@ -56,6 +58,10 @@ class PerturbedTrainer(Upstream):
     def init_checkpoint_states(self) -> dict[str, Any]:
         run = current_run()
         states = super().init_checkpoint_states()
+        if states.get("data_loader_state_dict", {}).get(_FINISHED):
+            # The step had the last prompts of its episode, and found no more. The loader then begins the next episode,
+            # which OpenRLHF 0.11.2 would take for the one that is complete, and train one more than asked for.
+            states["episode"] += 1
         self.next_rollout_step = states["global_step"]
         if _STATE in states:
             self.restore(states[_STATE])

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a checkpoint holds beside OpenRLHF's own states. Whole runs that are killed: tests/pipeline/test_faults.py."""
 
+import itertools
 import pickle
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from ngrpo import patches
 from ngrpo.config import flag_checks
@@ -105,6 +107,40 @@ def test_where_asynchronous_the_round_goes_with_the_dataloader() -> None:
     assert second.loaded == {"at": 5}
     second.load_state_dict({"at": 6})  # a checkpoint of stock OpenRLHF
     assert second.loaded == {"at": 6}
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("batch", [2, 5])
+def test_a_checkpoint_after_the_last_prompts_of_an_episode_resumes_with_the_next_one(batch: int, workers: int) -> None:
+    """Whether or not the prompts fill the last batch; OpenRLHF alone would train the whole episode once more."""
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    def new_loader() -> Any:
+        torch.manual_seed(3)
+        return StatefulDataLoader(range(5), batch_size=None, shuffle=True, num_workers=workers)
+
+    def steps(loader: Any, states: dict[str, Any], episodes: int = 3) -> list[tuple[int, list[int], Any]]:
+        """OpenRLHF's loops over episodes and steps: the episode, prompts and loader's later state of each step."""
+        taken = []
+        for episode in range(states["episode"], episodes):
+            prompts = iter(loader)
+            while batch_of_step := list(itertools.islice(prompts, batch)):
+                is_exhausted = len(batch_of_step) < batch
+                taken.append((episode, [int(prompt) for prompt in batch_of_step], loader.state_dict()))
+                if is_exhausted:
+                    break
+        return taken
+
+    whole = steps(new_loader(), {"episode": 0})
+    prompts_by_step = [(episode, prompts) for episode, prompts, _ in whole]
+    for number, (episode, _, loader_state) in enumerate(whole, start=1):
+        states = {"global_step": number, "episode": episode, "data_loader_state_dict": loader_state}
+        Trainer.saved = pickle.dumps(states)
+        resumed_states = our_trainer(Trainer)().init_checkpoint_states()
+        loader = new_loader()
+        loader.load_state_dict(resumed_states["data_loader_state_dict"])
+        resumed = [(episode, prompts) for episode, prompts, _ in steps(loader, resumed_states)]
+        assert resumed == prompts_by_step[number:], f"resumed after step {number}"
 
 
 def test_an_asynchronous_run_without_any_method_counts_its_steps(
