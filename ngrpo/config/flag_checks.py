@@ -12,7 +12,7 @@ from math import isclose, nan
 from pathlib import Path
 
 from ngrpo.config import number_rules
-from ngrpo.config.feature_kinds import MODEL
+from ngrpo.config.feature_kinds import ESTIMATOR, MODEL
 from ngrpo.config.input_checks import check_home
 from ngrpo.config.number_rules import NumberRule
 from ngrpo.config.run import RunConfig
@@ -142,9 +142,27 @@ def check_checkpoint(flags: Flags) -> None:
         )
     if flags.has("--train.enable_ema"):
         raise UsageError(f"{LOAD}: a checkpoint lacks the moving average. Leave --train.enable_ema out. {fix}")
+    if flags.or_default(ESTIMATOR) == "gae":
+        _check_critic(name, folder.parent / "_critic" / latest.name, fix)
     saved_ranks = len(list(checkpoint.glob(_RANK_FILES)))
     if saved_ranks and not flags.has(_UNIVERSAL):
         _check_ranks(checkpoint, saved_ranks, flags.args)
+
+
+def _check_critic(actor_checkpoint: str, latest: Path, fix: str) -> None:
+    """Raises ``UsageError`` where the critic's latest checkpoint is of another step than the actor's.
+
+    Both are saved at once. Of a run that ended meanwhile OpenRLHF 0.11.2 loads a critic of another step, or a new one.
+    """
+    if not latest.parent.is_dir():  # the run before had no critic
+        return
+    critic_checkpoint = latest.read_text(encoding="utf-8").strip() if latest.is_file() else "none"
+    if critic_checkpoint != actor_checkpoint:
+        raise UsageError(
+            f"{LOAD}: the latest checkpoint of the actor is {actor_checkpoint}, and of the critic {critic_checkpoint}"
+            f" ({latest}): a run ended while it saved them. Write the name of a checkpoint that _actor and _critic both"
+            f" have into the files {latest.name} of both. {fix}"
+        )
 
 
 def _check_ranks(checkpoint: Path, saved_ranks: int, args: placement.Args) -> None:

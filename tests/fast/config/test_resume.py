@@ -202,6 +202,28 @@ def test_a_checkpoint_of_other_ranks_is_refused(prefix: str, tmp_path: Path) -> 
     check(4, "--ds.use_universal_ckpt")
 
 
+@pytest.mark.parametrize("critic", ["global_step20", None])
+def test_a_critic_of_another_step_than_the_actor_is_refused(critic: str | None, tmp_path: Path) -> None:
+    """As a run leaves it that was killed while it saved both: OpenRLHF trains on with a critic of an earlier step."""
+    words = "--actor.model_name_or_path m --reward.remote_url http://r --ckpt.load_enable"
+    argv = [*words.split(), "--ckpt.path", str(tmp_path)]
+    with_critic = Flags([*argv, "--algo.advantage.estimator", "gae"])
+    checkpoint = tmp_path / "_actor" / "global_step40"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "mp_rank_00_model_states.pt").touch()
+    (checkpoint.parent / "latest").write_text("global_step40")
+    flag_checks.check_checkpoint(with_critic)  # the run before had another estimator
+    latest_of_critic = tmp_path / "_critic" / "latest"
+    latest_of_critic.parent.mkdir()
+    if critic:
+        latest_of_critic.write_text(critic)
+    with pytest.raises(UsageError, match=f"actor is global_step40, and of the critic {critic or 'none'} .*both have"):
+        flag_checks.check_checkpoint(with_critic)
+    flag_checks.check_checkpoint(Flags([*argv, "--algo.advantage.estimator", "group_norm"]))
+    latest_of_critic.write_text("global_step40")
+    flag_checks.check_checkpoint(with_critic)
+
+
 def test_where_a_run_starts_is_said(tmp_path: Path) -> None:
     """Whole runs: tests/pipeline/test_faults.py, whose folder DeepSpeed writes."""
     flags = Flags(["--ckpt.path", str(tmp_path), "--ckpt.load_enable"])
