@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ngrpo.config.run import current_run
 from ngrpo.machine.upstream.types import Upstream
-from ngrpo.trainers.openrlhf.fresh_rollouts import FreshRollouts
+from ngrpo.trainers.openrlhf.fresh_rollouts import FreshRollouts, WaitingResponses
 from ngrpo.trainers.openrlhf.trainer import LENGTH, PerturbedTrainer
 
 if TYPE_CHECKING:
@@ -72,6 +72,7 @@ class AsyncTrainer(PerturbedTrainer):
     """
 
     evaluation: Evaluation | None = None
+    _waiting: WaitingResponses | None = None  # of the checkpoint that the run resumes
     _seconds_of_evaluation = 0.0  # after the step before
 
     def take_evaluation(self, evaluation: Evaluation | None, engines_lock: Any) -> None:
@@ -106,8 +107,19 @@ class AsyncTrainer(PerturbedTrainer):
                 batch=rollout.batch_size * rollout.n_samples_per_prompt,
                 trainer_version=lambda: self.weight_version,
                 step=lambda: self.next_rollout_step,
+                waiting=self._waiting,
             )
         super().fit(*args, **kwargs)
+
+    def our_states(self) -> dict[str, Any]:
+        states = super().our_states()
+        if current_run().sampling.max_staleness is not None:
+            states["waiting"] = self.rollout_queue.waiting()
+        return states
+
+    def restore(self, ours: Mapping[str, Any]) -> None:
+        super().restore(ours)
+        self._waiting = ours.get("waiting")
 
     def save_logs_and_checkpoints(self, step: int, status: Mapping[str, Any], states: dict[str, Any]) -> None:
         # OpenRLHF measures a step from the end of the one before, and that step's evaluation came after it.

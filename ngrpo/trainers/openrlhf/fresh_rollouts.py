@@ -56,6 +56,25 @@ class RolloutQueue(Protocol):
         """The next entry; with ``block`` it waits for one."""
 
 
+class WaitingResponses:
+    """Responses that wait until they fill a batch, as a checkpoint has them."""
+
+    def __init__(self, samples: Sequence[Experience], trainer_version: int) -> None:
+        """``trainer_version``: of the weights that the checkpoint has, by the count of the run that saves it."""
+        self._samples = samples
+        self._trainer_version = trainer_version
+
+    def __repr__(self) -> str:
+        """A short text, since OpenRLHF prints what a checkpoint holds."""
+        return f"{len(self._samples)} responses that wait"
+
+    def at(self, trainer_version: int) -> list[Experience]:
+        """The responses as of equal age in a resumed run, which counts its weight syncs from 0 on."""
+        for sample in self._samples:
+            sample.info[VERSION] += trainer_version - self._trainer_version
+        return list(self._samples)
+
+
 class FreshRollouts(RolloutQueue):
     """OpenRLHF's queue of rollouts, from which the trainer takes batches without responses that are too old.
 
@@ -76,6 +95,7 @@ class FreshRollouts(RolloutQueue):
         batch: int,
         trainer_version: Callable[[], int],
         step: Callable[[], int],
+        waiting: WaitingResponses | None = None,
     ) -> None:
         """
         Args:
@@ -85,6 +105,7 @@ class FreshRollouts(RolloutQueue):
             batch: responses of a step.
             trainer_version: the number of syncs that the trainer has made.
             step: the trainer's next step, which OpenRLHF's tokens carry.
+            waiting: of a checkpoint that the run resumes.
         """
         self._queue = queue
         self._slots = slots
@@ -92,7 +113,7 @@ class FreshRollouts(RolloutQueue):
         self._batch = batch
         self._trainer_version = trainer_version
         self._step = step
-        self._waiting: list[Experience] = []
+        self._waiting: list[Experience] = [] if waiting is None else waiting.at(trainer_version())
         self.left_out = 0
 
     def get(self, block: bool = True) -> Any:
@@ -129,6 +150,10 @@ class FreshRollouts(RolloutQueue):
         fresh = [sample for sample, age in zip(samples, ages) if age <= self._max_staleness]
         self.left_out += len(samples) - len(fresh)
         return fresh
+
+    def waiting(self) -> WaitingResponses | None:
+        """The responses that wait, for a checkpoint; None where there are none."""
+        return WaitingResponses(self._waiting, self._trainer_version()) if self._waiting else None
 
     def take_left_out(self) -> int:
         """The number of responses that were left out since the last call."""

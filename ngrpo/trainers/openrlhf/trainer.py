@@ -161,9 +161,9 @@ class PerturbedTrainer(Upstream):
         super().broadcast_to_vllm()
         self.weight_version += 1
 
-    def save_logs_and_checkpoints(self, step: int, status: Mapping[str, Any], states: dict[str, Any]) -> None:
-        # In place, since OpenRLHF saves the best checkpoint with the same states.
-        states[_STATE] = {
+    def our_states(self) -> dict[str, Any]:
+        """Our part of a checkpoint's states, with which :meth:`restore` goes on."""
+        return {
             "rollout_round": getattr(getattr(self, "samples_generator", None), "rollout_round", 0),
             "prompt_memory": self.experience_maker.prompt_memory,
             "noise": tuple(self.noise),  # no class of ours, so that an earlier release reads it too
@@ -171,6 +171,10 @@ class PerturbedTrainer(Upstream):
             # OpenRLHF 0.11.2 adapts it with --algo.kl.target, and leaves it out of its own states.
             "kl_coefficient": self.kl_ctl.value,
         }
+
+    def save_logs_and_checkpoints(self, step: int, status: Mapping[str, Any], states: dict[str, Any]) -> None:
+        # In place, since OpenRLHF saves the best checkpoint with the same states.
+        states[_STATE] = self.our_states()
         super().save_logs_and_checkpoints(step, status, states)
         if self.tensorboard_logger:
             # Its writer flushes every two minutes only; so a run that is killed keeps its steps.

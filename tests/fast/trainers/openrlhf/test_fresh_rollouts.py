@@ -2,6 +2,7 @@
 """Weight versions from the engine to the trainer, and ``--sampling.max_staleness`` on OpenRLHF's asynchronous queue."""
 
 import asyncio
+import pickle
 from collections import deque
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ from ngrpo.config import run_notes
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.trainers.openrlhf import experience_maker
 from ngrpo.trainers.openrlhf.async_trainer import training_actor
-from ngrpo.trainers.openrlhf.fresh_rollouts import VERSION, FreshRollouts, take_versions, with_version
+from ngrpo.trainers.openrlhf.fresh_rollouts import VERSION, FreshRollouts, WaitingResponses, take_versions, with_version
 from ngrpo.trainers.openrlhf.rollout_actor import rollout_actor
 from tests.support import openrlhf_doubles
 from tests.support.run import check_flags, run_of, run_with
@@ -174,10 +175,12 @@ def test_without_log_probabilities_of_the_rollout_a_step_has_counts_alone() -> N
 class FreshCase:
     """A queue with a limit, whose trainer's version a test sets."""
 
-    def __init__(self, max_staleness: int, batch: int = 4) -> None:
+    def __init__(
+        self, max_staleness: int, batch: int = 4, version: int = 0, waiting: WaitingResponses | None = None
+    ) -> None:
         self.queue = Queue()
         self.slots = Queue()
-        self.version = 0
+        self.version = version
         self.fresh = FreshRollouts(
             self.queue,
             self.slots,
@@ -185,6 +188,7 @@ class FreshCase:
             batch=batch,
             trainer_version=lambda: self.version,
             step=lambda: 7,
+            waiting=waiting,
         )
 
     def add(self, names: str, version: int, seconds: float = 1.0) -> None:
@@ -244,6 +248,28 @@ def test_the_age_of_a_group_that_waits_is_checked_again() -> None:
     assert case.fresh.take_left_out() == 4
 
 
+@pytest.mark.parametrize(("syncs", "trained"), [(0, "ghij"), (1, "ijkl")])
+def test_groups_that_wait_are_part_of_a_checkpoint_with_their_age(syncs: int, trained: str) -> None:
+    """The resumed run counts its syncs from 0 on, and has made one before its first batch: the checkpoint's weights."""
+    before = FreshCase(max_staleness=0, version=8)
+    before.queue.append(([*samples("ab", 8), *samples("cd", 7)], {}, None, 1.0))
+    before.add("efgh", version=8)
+    assert before.taken() == "abef"
+    waiting = before.fresh.waiting()
+    assert repr(waiting) == "2 responses that wait", "OpenRLHF prints the states"
+    resumed = FreshCase(max_staleness=0, version=1, waiting=pickle.loads(pickle.dumps(waiting)))
+    resumed.version += syncs
+    resumed.add("ijkl", version=resumed.version)
+    assert resumed.taken() == trained
+
+
+def test_where_no_group_waits_a_checkpoint_has_none() -> None:
+    case = FreshCase(max_staleness=0)
+    case.add("abcd", version=0)
+    assert case.taken() == "abcd"
+    assert case.fresh.waiting() is None
+
+
 def test_the_end_names_what_is_not_trained(capsys: pytest.CaptureFixture[str]) -> None:
     case = FreshCase(max_staleness=0)
     case.version = 1
@@ -261,6 +287,7 @@ class AsyncTrainer:
         self.rollout_slots = slots
         self.args = SimpleNamespace(rollout=SimpleNamespace(batch_size=2, n_samples_per_prompt=2))
         self.experience_maker = openrlhf_doubles.makers_state()
+        self.kl_ctl = SimpleNamespace(value=0.0)
         self.trained: list[tuple[str, int]] = []
         self.statuses: list[dict[str, Any]] = []
 
@@ -296,6 +323,27 @@ def test_the_trainer_leaves_out_what_is_older_than_its_own_syncs(monkeypatch: py
     assert made.trained == [("abcd", 0), ("efgh", 1), ("mnop", 2)]
     assert [status["staleness/left_out"] for status in made.statuses] == [0.0, 0.0, 4.0]
     assert list(slots) == [0, 1, 2, 2], "a token for each of the four batches"
+
+
+def test_a_resumed_trainer_begins_with_the_groups_that_waited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After two steps k and l wait, of sync 1; the checkpoint has the weights of sync 2."""
+    run_with(monkeypatch, openrlhf=ASYNCHRONOUS, sampling={"max_staleness": 1})
+    before = training_actor(AsyncTrainer)(Queue(), Queue())
+    before.rollout_queue.append((samples("abcd", 0), {}, None, 1.0))
+    before.rollout_queue.append(([*samples("ef", 1), *samples("gh", -1)], {}, None, 1.0))
+    before.rollout_queue.append((samples("ijkl", 1), {}, None, 1.0))
+    before.rollout_queue.append("done")
+    before.fit(0)
+    assert before.trained == [("abcd", 0), ("efij", 1)]
+    states = before.our_states()
+
+    resumed = training_actor(AsyncTrainer)(Queue(), Queue())
+    resumed.restore(pickle.loads(pickle.dumps(states)))
+    resumed.broadcast_to_vllm()
+    resumed.rollout_queue.append((samples("mnop", 1), {}, None, 1.0))
+    resumed.rollout_queue.append("done")
+    resumed.fit(2)
+    assert resumed.trained == [("klmn", 1)]
 
 
 # ---- the flag ------------------------------------------------------------------------------------------------------
