@@ -177,7 +177,7 @@ OPENRLHF: tuple[Patch, ...] = (
         "The forward that is differentiated replays the rollout; the loss has our terms; the weight sync may add"
         " noise."),
     _row("openrlhf.trainer.ray.ppo_critic", "CriticPPOTrainer", f"{_TRAINERS}.short_steps:critic_trainer", TRAINING,
-        "sha:e67a52dc27a2", "The critic, too, leaves out what fills no batch in a short step."),
+        "sha:e67a52dc27a2", "The critic leaves out what fills no batch too, and shuffles by its count of updates."),
     # ---- functions around them --------------------------------------------------------------------
     _row(_DEEPSPEED, "DeepspeedStrategy.moving_average", f"{_TRAINERS}.moving_average:moving_average", "moving_average",
         "sha:a76aee0620b4",

@@ -21,7 +21,7 @@ from ngrpo.trainers.common.score_centering import ImportanceWeight, Sampler, Sco
 from ngrpo.trainers.openrlhf import lora_sync, model_actors
 from ngrpo.trainers.openrlhf.experiences import marks_of
 from ngrpo.trainers.openrlhf.short_steps import WholeBatches
-from perturbations import UsageError, seeds
+from perturbations import UsageError
 from perturbations.replay.scope import ReplayStats
 
 _LOOK_UP = 32
@@ -52,9 +52,7 @@ class PerturbedActorTrainer(WholeBatches):
 
     def ppo_train(self, *args: object, **kwargs: object) -> Any:
         updates_before = self.actor.model.global_steps
-        if current_run().reproducible:
-            # DeepSpeed's count of updates is part of a checkpoint: a resumed run continues with the same orders.
-            torch.manual_seed(seeds.trajectory_seed(self.args.train.seed, updates_before))
+        self.seed_orders(updates_before)
         self.gradient_norms = {}
         left_out = self.leave_out_remainder()
         status = super().ppo_train(*args, **kwargs) if self.replay_buffer.items else {}

@@ -1,17 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps that are short, such as the last one of a pass: what fills no ``--train.batch_size`` is left out.
+"""What OpenRLHF's trainers of actor and critic share: whole batches, and orders that a resumed run continues.
 
-DeepSpeed would keep its gradient for the first update of the next step. From then on every update would come in the
-middle of a rollout, whose other responses would be computed at changed weights. OpenRLHF 0.11.2 leaves it out itself
-with ``--train.dynamic_batch_enable``.
+A step may be short, such as the last one of a pass: what fills no ``--train.batch_size`` is left out. DeepSpeed would
+keep its gradient for the first update of the next step. From then on every update would come in the middle of a
+rollout, whose other responses would be computed at changed weights. OpenRLHF 0.11.2 leaves it out itself with
+``--train.dynamic_batch_enable``.
 """
 
+import torch
+
+from ngrpo.config.run import current_run
 from ngrpo.machine.upstream.rollout_sizes import prompts_of_step
 from ngrpo.machine.upstream.types import Upstream
+from perturbations import seeds
 
 
 class WholeBatches(Upstream):
     """What goes in front of OpenRLHF's trainers of actor and critic: their buffers end with a whole batch."""
+
+    def seed_orders(self, updates: int) -> None:
+        """Under ``--reproducible`` the orders of a step's responses follow from the number of updates before it.
+
+        DeepSpeed's count of updates is part of a checkpoint, so a resumed run continues with the same orders.
+        """
+        if current_run().reproducible:
+            torch.manual_seed(seeds.trajectory_seed(self.args.train.seed, updates))
 
     def leave_out_remainder(self) -> int:
         """Takes what fills no ``--train.batch_size`` in a short step out of the buffer.
@@ -48,6 +61,7 @@ class WholeBatchCriticTrainer(WholeBatches):
     """What goes in front of `CriticPPOTrainer`, whose updates then come with those of the actor."""
 
     def ppo_train(self) -> dict[str, float]:
+        self.seed_orders(self.critic.global_steps)
         self.leave_out_remainder()
         return super().ppo_train() if self.replay_buffer.items else {}
 

@@ -188,12 +188,38 @@ def test_the_critic_leaves_out_the_same(responses: int, kept: int) -> None:
     """Its gradient of a rest would come into the first update of the next step."""
 
     class CriticPPOTrainer(_ActorPPOTrainer):
+        critic = SimpleNamespace(global_steps=0)
+
         def ppo_train(self) -> dict[str, float]:
             return {"critic_loss": float(len(self.replay_buffer.items))}
 
     critic = short_steps.critic_trainer(CriticPPOTrainer)()
     critic.replay_buffer.items = list(range(responses))
     assert critic.ppo_train() == ({"critic_loss": float(kept)} if kept else {})
+
+
+def test_a_resumed_critic_continues_with_the_orders_of_a_run_that_never_stopped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """OpenRLHF shuffles with torch's own generator, which a new process begins anew and a checkpoint lacks."""
+
+    class CriticPPOTrainer(_ActorPPOTrainer):
+        def __init__(self, updates: int) -> None:
+            super().__init__()
+            self.args.train.seed = 7
+            self.critic = SimpleNamespace(global_steps=updates)
+
+        def ppo_train(self) -> list[int]:
+            self.critic.global_steps += 4
+            return torch.randperm(16).tolist()
+
+    run_with(monkeypatch, reproducible=True)
+    made = short_steps.critic_trainer(CriticPPOTrainer)
+    never_stopped = made(0)
+    orders = [never_stopped.ppo_train() for _ in range(3)]
+    torch.manual_seed(1)
+    assert made(4).ppo_train() == orders[1]
+    assert orders[1] != orders[0] != orders[2]
 
 
 def test_dynamic_batches_leave_out_what_fills_none(monkeypatch: pytest.MonkeyPatch) -> None:
