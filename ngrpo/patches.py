@@ -167,9 +167,9 @@ OPENRLHF: tuple[Patch, ...] = (
         "sha:351a52599ac6", "Ours measures the rollouts and computes our advantages."),
     _row(_EXPERIENCE, "compute_reward", f"{_TRAINERS}.step_advantages:compute_reward", TRAINING, "import",
         "Our advantages take the place of the rewards of each micro-batch."),
-    _row(_ACTOR, "PolicyModelActor", f"{_TRAINERS}.model_actors:policy_model_actor",
-        "perturbation or advantage or credit or policy_noise or sampling_mask or routing", "sha:8d664f8c8592",
-        "The actor's log-probabilities are of the replayed inputs, and among the tokens that sampling left."),
+    _row(_ACTOR, "PolicyModelActor", f"{_TRAINERS}.model_actors:policy_model_actor", TRAINING, "sha:8d664f8c8592",
+        "The actor's log-probabilities are of the replayed inputs, and among the tokens that sampling left. It drops"
+        " the rollouts of --critic.freezing_steps."),
     _row(_LAUNCHER, "ReferenceModelActor", f"{_TRAINERS}.model_actors:reference_model_actor",
         "perturbation or sampling_mask or routing", "sha:871e4cda19c1",
         "The reference model's log-probabilities are those of the replayed inputs too, through its own embedding."),

@@ -34,12 +34,6 @@ def one_update_rows(feature: Feature, *, why: str, otherwise: str = "") -> list[
             fix=f"set --train.batch_size to these samples{otherwise}",
         ),
         Row(
-            what=flag("--critic.freezing_steps", off="-1"),
-            conflicts_with=feature,
-            why=f"{why}, and OpenRLHF keeps the rollouts of frozen steps for the policy's first step",
-            fix=f"leave it out{otherwise}",
-        ),
-        Row(
             what=features.NOISE,
             conflicts_with=feature,
             why=f"{why}, not at weights without the noise",

@@ -25,12 +25,6 @@ OPENRLHF = (
         fix="leave it out",
     ),
     Row(
-        what=flag("--critic.freezing_steps", off="-1"),
-        conflicts_with=flag("--train.dynamic_batch_enable"),
-        why="OpenRLHF keeps the rollouts of frozen steps for the policy's first step, which then trains the oldest one"
-        " and drops the newest",
-    ),
-    Row(
         what=flag("--actor.eps_clip"),
         conflicts_with=flag("--actor.eps_clip_low_high"),
         why="OpenRLHF ignores it where the pair is given",

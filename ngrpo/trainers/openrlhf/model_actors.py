@@ -139,6 +139,10 @@ class ReplayingPolicyActor(_Replaying):
             # A model without weights for the noise is an error now: a dry run may not have seen the model.
             noise.selected(lora.base_parameters(model_of(self.actor)))
 
+    def drop_rollouts(self) -> None:
+        """Empties the buffer of a step in which the policy is not trained."""
+        self.trainer.replay_buffer.clear()
+
     def set_policy_noise(self, scale: float, step: int) -> None:
         """Sets σ of the next weight sync, and the training step that its noise is drawn for.
 

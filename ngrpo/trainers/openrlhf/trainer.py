@@ -118,6 +118,16 @@ class PerturbedTrainer(Upstream):
             self.choose_temperature()
         return status, global_step
 
+    def ppo_train(self, global_steps: int) -> dict[str, Any]:
+        status = super().ppo_train(global_steps)
+        if global_steps <= self.args.critic.freezing_steps:
+            import ray
+
+            # OpenRLHF 0.11.2 would keep the rollouts of frozen steps and train all of them in the policy's first step,
+            # with as many updates more; a checkpoint lacks them.
+            ray.get(self.actor_model_group.async_run_method(method_name="drop_rollouts"))
+        return status
+
     def choose_temperature(self) -> None:
         """Sets the factor of the temperature in the next step's requests."""
         schedule = followed_schedule()

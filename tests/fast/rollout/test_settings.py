@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from ngrpo.config import parse
-from ngrpo.methods import advantages
 from ngrpo.patches import TRAINING, active
 from ngrpo.rollout import settings
 from ngrpo.trainers.openrlhf import samples_generator
@@ -79,14 +78,9 @@ def test_an_unperturbed_run_has_stock_training() -> None:
 
 def test_what_every_training_replaces() -> None:
     of_training = {"trainer", "async_trainer", "samples_generator", "rollout_actor", "prompt_rows"}
-    of_training |= {"experience_maker", "step_advantages", "actor_trainer", "reward_model"}
+    of_training |= {"experience_maker", "step_advantages", "model_actors", "actor_trainer", "reward_model"}
     free_ports_and_killed_builds = {"processes", "build_locks"}
     assert replaced_modules([TRAINING]) == of_training | free_ports_and_killed_builds | {"short_steps"}
-
-
-def test_the_actors_of_a_novelty_advantage_hand_over_hidden_states() -> None:
-    conditions = run_of(advantage=advantages.create("rep_exp").spec()).conditions
-    assert any("PolicyModelActor" in row.target for row in active(conditions))
 
 
 def test_the_order_of_prompts_follows_the_seed_alone() -> None:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Steps that must not move the policy, or do not, are seen: uniform groups, no update, responses without a token."""
 
+import ast
 import asyncio
 import itertools
 import json
@@ -18,6 +19,7 @@ from ngrpo.machine.upstream import patch
 from ngrpo.methods import advantages
 from ngrpo.trainers.openrlhf import rollout_actor, short_steps
 from ngrpo.trainers.openrlhf.actor_trainer import actor_trainer
+from ngrpo.trainers.openrlhf.model_actors import policy_model_actor
 from ngrpo.trainers.openrlhf.trainer import trainer
 from ngrpo.trainers.verl.overrides import estimator
 from perturbations.errors import UsageError
@@ -234,6 +236,56 @@ def test_dynamic_batches_leave_out_what_fills_none(monkeypatch: pytest.MonkeyPat
     status = actor.ppo_train(1.0, 2.0)
     assert status["trained_responses"] == 16.0
     assert status["left_out_responses"] == 8.0
+
+
+class _PolicyModelActor:
+    """OpenRLHF's, whose training of its buffer is noted."""
+
+    def __init__(self) -> None:
+        self.trainer = SimpleNamespace(replay_buffer=[])
+        self.trained: list[list[str]] = []
+
+    def append(self, experience: str) -> None:
+        self.trainer.replay_buffer.append(experience)
+
+    def fit(self, kl_ctl: float) -> dict[str, float]:
+        self.trained.append([*self.trainer.replay_buffer])
+        self.trainer.replay_buffer.clear()
+        return {"optimizer_steps": 1.0}
+
+
+def test_the_policy_is_not_trained_on_rollouts_of_frozen_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """OpenRLHF's own ``ppo_train`` leaves them in the policy's buffer, whose first step would take all of them."""
+    ray = pytest.importorskip("ray")
+    monkeypatch.setattr(ray, "get", lambda results: results)
+    source = patch.source_of("openrlhf.trainer.ppo_trainer")
+    if source is None:
+        pytest.skip("needs OpenRLHF")
+    method = patch.definition(ast.parse(source), "BasePPOTrainer.ppo_train")
+    assert method is not None
+    scope: dict[str, Any] = {"ray": ray, "Dict": dict}
+    exec(compile(ast.Module([method], []), "ppo_trainer.py", "exec"), scope)
+    actor = policy_model_actor(_PolicyModelActor)()
+
+    class PPOTrainer:
+        args = SimpleNamespace(
+            critic=SimpleNamespace(freezing_steps=1),
+            ds=SimpleNamespace(enable_sleep=False),
+        )
+        kl_ctl = SimpleNamespace(value=0.0)
+        critic_model_group = None
+        actor_model_group = SimpleNamespace(
+            async_run_method=lambda method_name, **kwargs: [getattr(actor, method_name)(**kwargs)]
+        )
+        ppo_train = scope["ppo_train"]
+
+    made = trainer(PPOTrainer)()
+    statuses = []
+    for step in range(4):
+        actor.append(f"rollout {step}")
+        statuses.append(made.ppo_train(step))
+    assert actor.trained == [["rollout 2"], ["rollout 3"]]
+    assert statuses == [{}, {}, {"optimizer_steps": 1.0}, {"optimizer_steps": 1.0}]
 
 
 def test_a_step_without_an_update_is_warned_of(
