@@ -8,7 +8,7 @@ from math import ceil
 
 from ngrpo.config import batch_checks, flag_checks, idle_flags, input_checks, reward_and_critic, stretches
 from ngrpo.config.complete_run import CompleteRun
-from ngrpo.config.feature_kinds import ASYNC, CORRECTION, ESTIMATOR
+from ngrpo.config.feature_kinds import ASYNC, CORRECTION, ESTIMATOR, MODEL
 from ngrpo.config.run import GROUP_BASELINES, RunConfig
 from ngrpo.machine.hardware import gpu_notes, host_plan
 from ngrpo.machine.upstream import placement
@@ -165,6 +165,20 @@ def greatest_staleness(flags: Flags) -> int:
     return queue + ceil(drawn_at_once / batch) - 1
 
 
+def neighbor_notes(complete: CompleteRun) -> Iterator[str]:
+    """A warning of a resumed run whose engines keep neighbor sets over several weight syncs.
+
+    Sets that are never recomputed are of the model's own weights, in a resumed run too.
+    """
+    period = str((complete.run.spec or {}).get("refresh", ""))
+    if flag_checks.resumed_step(complete.flags) and period.isdecimal() and int(period) > 1:
+        yield (
+            f"--perturbation.refresh {period}: a checkpoint lacks the neighbor sets that engines keep. Until {period}"
+            f" weight syncs have been made, this resumed run has those of the weights in {MODEL}. Use"
+            " --perturbation.refresh every_sync."
+        )
+
+
 def loss_notes(complete: CompleteRun) -> Iterator[str]:
     """Warnings about a perturbation's entry in the loss: a score with another mean than 0, an off-policy density."""
     run, flags = complete.run, complete.flags
@@ -211,6 +225,7 @@ NOTES: tuple[Callable[[CompleteRun], Iterable[str]], ...] = (
     gap_notes,
     centering_notes,
     staleness_notes,
+    neighbor_notes,
     loss_notes,
     lambda complete: batch_checks.few_rows_notes(complete.flags),
     lambda complete: batch_checks.last_step_notes(complete.flags),

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from ngrpo.config import stretches
+from ngrpo.config import run_notes, stretches
 from ngrpo.config.complete_run import CompleteRun
 from ngrpo.config.run import FILE, RunConfig
 from ngrpo.machine.upstream.openrlhf_flags import Flags
@@ -134,6 +134,19 @@ def test_another_model_or_method_is_refused(
         start(folder, RESUMED, *flags, **values)
     started_anew = start(folder, *flags, **values)
     assert started_anew.stretches[0]["first_step"] == 1, "a start at step 0 may have any"
+
+
+@pytest.mark.parametrize(
+    ("refresh", "flags", "warns"),
+    [("10", [RESUMED], True), ("10", [], False), *((same, [RESUMED], False) for same in ("1", "every_sync", "never"))],
+)
+def test_a_resumed_run_without_its_neighbor_sets_is_warned_of(
+    refresh: str, flags: list[str], warns: bool, folder: Path
+) -> None:
+    run = run_of(perturbation=create("neighbor", refresh=refresh).spec())
+    notes = list(run_notes.neighbor_notes(CompleteRun(run=run, flags=Flags(words(folder, *flags)))))
+    assert len(notes) == warns
+    assert all("--perturbation.refresh 10: a checkpoint lacks the neighbor sets" in note for note in notes)
 
 
 def test_a_checkpoint_from_before_a_change_drops_its_stretch(folder: Path) -> None:
