@@ -8,7 +8,7 @@ from math import ceil
 
 from ngrpo.config import batch_checks, flag_checks, idle_flags, input_checks, reward_and_critic, stretches
 from ngrpo.config.complete_run import CompleteRun
-from ngrpo.config.feature_kinds import ASYNC, CORRECTION, ESTIMATOR, MODEL
+from ngrpo.config.feature_kinds import ASYNC, CORRECTION, ESTIMATOR, KL, MODEL
 from ngrpo.config.run import GROUP_BASELINES, RunConfig
 from ngrpo.machine.hardware import gpu_notes, host_plan
 from ngrpo.machine.upstream import placement
@@ -205,6 +205,18 @@ def loss_notes(complete: CompleteRun) -> Iterator[str]:
         )
 
 
+def kl_notes(complete: CompleteRun) -> Iterator[str]:
+    """A warning where the loss has a KL term that does not hold the policy at the reference model."""
+    flags = complete.flags
+    is_plain_loss = flags.has("--algo.kl.use_loss") and not flags.has("--algo.kl.unbiased_gradient")
+    if is_plain_loss and flags.or_default("--algo.kl.estimator") == "k1" and float(flags.or_default(KL)) > 0.0:
+        yield (
+            "--algo.kl.use_loss with --algo.kl.estimator k1, which is OpenRLHF's default, adds noise alone: the"
+            " gradient of k1 is that of log π, whose mean over the policy's own tokens is 0, so nothing holds the"
+            " policy at the reference model. Add --algo.kl.estimator k3, or --algo.kl.unbiased_gradient."
+        )
+
+
 def _unbalanced_advantages(complete: CompleteRun) -> str | None:
     """The flag after which advantages do not sum to zero in a group; None where they do."""
     run, flags = complete.run, complete.flags
@@ -227,6 +239,7 @@ NOTES: tuple[Callable[[CompleteRun], Iterable[str]], ...] = (
     staleness_notes,
     neighbor_notes,
     loss_notes,
+    kl_notes,
     lambda complete: batch_checks.few_rows_notes(complete.flags),
     lambda complete: batch_checks.last_step_notes(complete.flags),
     lambda complete: batch_checks.unread_rows_notes(complete.flags),

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ngrpo.config.complete_run import CompleteRun
 from ngrpo.config.run import RunConfig
-from ngrpo.config.run_notes import loss_notes
+from ngrpo.config.run_notes import kl_notes, loss_notes
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.methods import advantages, policy_noises
 from ngrpo.trainers.common.log_probs import densities
@@ -64,6 +64,32 @@ def test_which_advantages_sum_to_zero(name: str) -> None:
 
     largest_sum = computed.sum(-1).abs().max().item()
     assert (largest_sum < 1e-4) == advantage.sums_to_zero
+
+
+@pytest.mark.parametrize(
+    ("words", "warns"),
+    [
+        ("--algo.kl.use_loss", True),
+        ("--algo.kl.use_loss --algo.kl.estimator k3", False),
+        ("--algo.kl.use_loss --algo.kl.unbiased_gradient", False),
+        ("--algo.kl.use_loss --algo.kl.init_coef 0", False),
+        ("--algo.kl.init_coef 0.01", False),
+    ],
+)
+def test_a_kl_loss_whose_mean_gradient_is_0_is_warned_of(words: str, warns: bool) -> None:
+    complete = CompleteRun(run=run_of(), flags=Flags([*MODEL, *words.split()]))
+    assert len(list(kl_notes(complete))) == warns
+
+
+def test_the_mean_gradient_of_k1_is_0_and_that_of_k3_is_not() -> None:
+    logits = torch.tensor([0.5, -1.0, 2.0], requires_grad=True)
+    log_probs = logits.log_softmax(-1)
+    log_ratio = log_probs - torch.tensor([-1.0, 0.0, 1.0]).log_softmax(-1)
+    estimates = {"k1": log_ratio, "k3": (-log_ratio).exp() - 1.0 + log_ratio}
+    probabilities = log_probs.detach().exp()
+    for name, values in estimates.items():
+        (gradient,) = torch.autograd.grad((probabilities * values).sum(), logits, retain_graph=True)
+        assert (gradient.abs().max() < 1e-6) == (name == "k1")
 
 
 LATENT = perturbation_of("latent", density="latent")
