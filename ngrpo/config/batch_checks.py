@@ -170,8 +170,14 @@ def row_limit(flags: Flags) -> dict[str, Default]:
     return {}
 
 
-def check_rows(flags: Flags) -> str | None:
-    """Raises ``UsageError`` for rows that fill no batch or let the last step hang; returns why it could not look.
+def fitting_prompts(flags: Flags, prompts: int) -> int:
+    """The greatest number of prompts, at most ``prompts``, whose responses train on all ranks in one step."""
+    args = flags.args
+    return next((count for count in range(prompts, 0, -1) if trains_on_all_ranks(args, count)), 0)
+
+
+def check_rows(flags: Flags) -> None:
+    """Raises ``UsageError`` for rows that fill no batch, or with which the last step would hang.
 
     OpenRLHF counts a run's steps in whole batches of a pass, and its learning rate ends with them.
     """
@@ -189,13 +195,8 @@ def check_rows(flags: Flags) -> str | None:
             f" --train.batch_size {batch}, so no step would update the weights. Give more rows, or --train.batch_size"
             f" {rows * responses_per_prompt}."
         )
-    if not _may_hang(args):
-        return None
-    if rows is None:
-        return (
-            "not checked: how many rows the data has. A last step hangs if its responses do not divide over the ranks;"
-            f" {_ROWS} with a multiple of {prompts} prevents it."
-        )
+    if rows is None or not _may_hang(args):  # what fits no ranks is left out of the last step (`samples_generator.py`)
+        return
     fitting = _largest_fitting(args, rows)
     if fitting != rows:
         fix = f"a smaller --rollout.batch_size than {prompts}, or more rows" if fitting == 0 else f"{_ROWS} {fitting}"
@@ -203,7 +204,6 @@ def check_rows(flags: Flags) -> str | None:
             f"the last step of {rows} rows has {rows % prompts} prompts × {responses_per_prompt} responses, which do"
             f" not divide over the ranks ({_ranks(args)}): it would hang. Fix: {fix}."
         )
-    return None
 
 
 def _ranks(args: placement.Args) -> str:
@@ -280,22 +280,16 @@ def best_metric_notes(flags: Flags) -> Iterator[str]:
         )
 
 
-def last_step_notes(flags: Flags) -> list[str]:
-    """Warnings about the last step of a pass: rows that are left out, or that it may hang."""
+def last_step_notes(flags: Flags) -> Iterator[str]:
+    """Warnings about the last step of a pass: rows that are left out, or prompts."""
     args = flags.args
-    notes = []
-    with suppress(UsageError):  # which the check of the rows raises as a rule of its own
-        not_checked = check_rows(flags)
-        if not_checked is not None:
-            notes.append(not_checked)
-    if not notes and _ROWS in flags.added:
-        notes.append(
+    if _ROWS in flags.added:
+        yield (
             f"{_ROWS} {flags.value(_ROWS)} is added, since the last step of a pass would hang with responses that do"
             f" not divide over the ranks ({_ranks(args)})."
         )
     if args["algo.dynamic_filtering_enable"] and _may_hang(args):
-        notes.append(
-            "--algo.dynamic_filtering_enable: the last step takes the remaining prompts, and hangs where their"
-            " responses do not divide over the ranks. Add --train.dynamic_batch_enable, which prevents it."
+        yield (
+            "--algo.dynamic_filtering_enable: the last step takes the remaining prompts, and leaves those out whose"
+            " responses do not divide over the ranks. Add --train.dynamic_batch_enable, which trains them."
         )
-    return notes

@@ -13,10 +13,12 @@ from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any
 
+from ngrpo.config import batch_checks
 from ngrpo.config.run import current_run
 from ngrpo.machine.progress import announce
+from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.machine.upstream.rollout_sizes import prompts_drawn_at_once
-from ngrpo.machine.upstream.types import SamplingParams, Upstream
+from ngrpo.machine.upstream.types import Experience, SamplingParams, Upstream
 from ngrpo.rollout.settings import KEY
 
 logger = logging.getLogger("ngrpo.trainers.openrlhf")
@@ -46,6 +48,29 @@ class PerturbedSamplesGenerator(Upstream):
     _in_round = False
     _has_warned_of_scores = False
     _evaluated = 0  # prompts of the current evaluation that have been sent to engines and are finished
+
+    def generate_samples(self, **kwargs: object) -> Any:
+        samples, *others = super().generate_samples(**kwargs)
+        return self.of_all_ranks(samples), *others
+
+    def of_all_ranks(self, samples: list[Experience]) -> list[Experience]:
+        """A step's samples without the last groups of a short one that do not divide over the ranks.
+
+        Ranks with fewer micro-batches than others would let these wait for ever. The last step of an episode has any
+        number of prompts where dynamic filtering replaces prompts, and of rows that a start cannot count.
+        """
+        rollout = self.args.rollout
+        prompts = len(samples) // rollout.n_samples_per_prompt
+        if prompts in (0, rollout.batch_size):
+            return samples
+        fitting = batch_checks.fitting_prompts(Flags(current_run().openrlhf), prompts)
+        if fitting < prompts:
+            print(
+                f"ngrpo: warning: {prompts - fitting} of the {prompts} prompts of a short step are not trained: their"
+                " responses do not divide over the ranks. --train.dynamic_batch_enable trains them.",
+                flush=True,
+            )
+        return samples[: fitting * rollout.n_samples_per_prompt]
 
     def generate_eval_samples(self, **kwargs: object) -> Any:
         self.evaluating = True

@@ -33,9 +33,11 @@ class Generator:
     def __init__(self) -> None:
         self.vllm_engines = [Engine()]
         self.eval_dataloader = SimpleNamespace(dataset=["p"])
+        self.args = SimpleNamespace(rollout=SimpleNamespace(batch_size=1, n_samples_per_prompt=1))
 
-    def generate_samples(self) -> None:
+    def generate_samples(self) -> tuple[list[Any], None, int, bool]:
         self._generate_vllm()
+        return [], None, 1, False
 
     def generate_eval_samples(self) -> None:
         self._generate_vllm()

@@ -257,7 +257,7 @@ class TestRows:
         flags = self.flags(tmp_path, 43)
         assert flags.value("--data.max_samples") == "42"
         assert "--data.max_samples" in flags.added
-        assert "--data.max_samples 42 is added" in batch_checks.last_step_notes(flags)[0]
+        assert "--data.max_samples 42 is added" in next(batch_checks.last_step_notes(flags))
         for rows in (32, 42, 34):
             assert not self.flags(tmp_path, rows).has("--data.max_samples"), rows
 

@@ -215,15 +215,16 @@ class Generator:
             requests.append(Request(sampling_params.temperature, sampling_params.extra_args[KEY]))
 
         self.vllm_engines = [SimpleNamespace(generate_responses=SimpleNamespace(remote=remote))]
-        self.args = SimpleNamespace(rollout=SimpleNamespace(batch_size=8, **rollout))
+        self.args = SimpleNamespace(rollout=SimpleNamespace(batch_size=8, n_samples_per_prompt=8, **rollout))
         self.eval_dataloader = SimpleNamespace(dataset=["a"])
 
     def _generate_vllm(self, batches: Sequence[list[str]] = (["a"],), **kwargs: Any) -> None:
         for prompts in batches:
             self._dispatch_prompts_to_vllm(prompts, **kwargs)
 
-    def generate_samples(self, **kwargs: Any) -> None:
+    def generate_samples(self, **kwargs: Any) -> tuple[list[Any], None, int, bool]:
         self._generate_vllm(**kwargs)
+        return [], None, 1, False
 
     def generate_eval_samples(self, **kwargs: Any) -> None:
         self._generate_vllm(**kwargs)

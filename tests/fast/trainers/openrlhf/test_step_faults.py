@@ -20,6 +20,7 @@ from ngrpo.methods import advantages
 from ngrpo.trainers.openrlhf import rollout_actor, short_steps
 from ngrpo.trainers.openrlhf.actor_trainer import actor_trainer
 from ngrpo.trainers.openrlhf.model_actors import policy_model_actor
+from ngrpo.trainers.openrlhf.samples_generator import samples_generator
 from ngrpo.trainers.openrlhf.trainer import trainer
 from ngrpo.trainers.verl.overrides import estimator
 from perturbations.errors import UsageError
@@ -222,6 +223,29 @@ def test_a_resumed_critic_continues_with_the_orders_of_a_run_that_never_stopped(
     torch.manual_seed(1)
     assert made(4).ppo_train() == orders[1]
     assert orders[1] != orders[0] != orders[2]
+
+
+@pytest.mark.parametrize(("prompts", "kept"), [(16, 16), (11, 10), (10, 10), (1, 0), (0, 0)])
+def test_a_short_rollout_leaves_out_the_groups_that_ranks_would_wait_for(
+    prompts: int, kept: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On eight ranks: 44 responses are 7 × 6 + 2, and 40 are 8 × 5; 4 leave ranks without any."""
+    words = "--actor.model_name_or_path m --data.prompt_dataset d --reward.remote_url http://r --algo.kl.init_coef 0"
+    words += " --algo.advantage.estimator group_norm --actor.num_gpus_per_node 8 --train.batch_size 64"
+    words += " --rollout.batch_size 16 --rollout.n_samples_per_prompt 4"
+    words += " --rollout.micro_batch_size 1 --train.micro_batch_size 1"
+    run_with(monkeypatch, openrlhf=tuple(words.split()))
+
+    class SamplesGenerator:
+        args = SimpleNamespace(rollout=SimpleNamespace(batch_size=16, n_samples_per_prompt=4))
+
+        def generate_samples(self, **_: object) -> tuple[list[int], None, int, bool]:
+            return list(range(4 * prompts)), None, prompts, True
+
+    made = samples_generator(SamplesGenerator)()
+    assert made.generate_samples() == (list(range(4 * kept)), None, prompts, True)
+    warning = f"{prompts - kept} of the {prompts} prompts of a short step are not trained"
+    assert (warning in capsys.readouterr().out) == (kept < prompts)
 
 
 def test_dynamic_batches_leave_out_what_fills_none(monkeypatch: pytest.MonkeyPatch) -> None:
