@@ -114,12 +114,13 @@ class AsyncTrainer(PerturbedTrainer):
     def our_states(self) -> dict[str, Any]:
         states = super().our_states()
         if current_run().sampling.max_staleness is not None:
-            states["waiting"] = self.rollout_queue.waiting()
+            # By the size of their groups: a run that is resumed with another one cannot compare them with its own.
+            states["waiting"] = {self.args.rollout.n_samples_per_prompt: self.rollout_queue.waiting()}
         return states
 
     def restore(self, ours: Mapping[str, Any]) -> None:
         super().restore(ours)
-        self._waiting = ours.get("waiting")
+        self._waiting = ours.get("waiting", {}).get(self.args.rollout.n_samples_per_prompt)
 
     def save_logs_and_checkpoints(self, step: int, status: Mapping[str, Any], states: dict[str, Any]) -> None:
         # OpenRLHF measures a step from the end of the one before, and that step's evaluation came after it.

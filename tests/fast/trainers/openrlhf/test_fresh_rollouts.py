@@ -345,6 +345,14 @@ def test_a_resumed_trainer_begins_with_the_groups_that_waited(monkeypatch: pytes
     resumed.fit(2)
     assert resumed.trained == [("klmn", 1)]
 
+    with_larger_groups = training_actor(AsyncTrainer)(Queue(), Queue())
+    with_larger_groups.args.rollout.n_samples_per_prompt = 4
+    with_larger_groups.restore(states)
+    with_larger_groups.rollout_queue.append("done")
+    with_larger_groups.fit(2)
+    assert with_larger_groups.trained == []
+    assert with_larger_groups.rollout_queue.waiting() is None
+
 
 # ---- the flag ------------------------------------------------------------------------------------------------------
 
