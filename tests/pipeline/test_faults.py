@@ -153,6 +153,18 @@ def test_killed_in_a_step_and_resumed(tmp_path: Path, smollm2: str) -> None:
     assert resumed == later_steps(whole)
 
 
+def test_a_critic_and_frozen_steps_that_are_resumed_at_the_end_of_an_episode(tmp_path: Path, random_model: str) -> None:
+    """Six prompts are a step of four and one of two, twice; the policy is trained in the last step alone."""
+    flags = ["--reproducible", "--ckpt.save_steps", "1", "--train.num_episodes", "2", "--data.max_samples", "6"]
+    flags += ["--train.batch_size", "8", "--train.micro_batch_size", "4", "--rollout.micro_batch_size", "4"]
+    flags += ["--algo.advantage.estimator", "gae", "--critic.freezing_steps", "2", "--algo.kl.init_coef", "0"]
+    whole = summary_of(tmp_path / "whole", random_model, *LOUD, *flags)
+    assert len(whole["steps"]) == 4
+    third, fourth = later_steps(whole)
+    assert "optimizer_steps" not in third and fourth["optimizer_steps"] == 1.0
+    assert killed_and_resumed(tmp_path / "killed", random_model, *LOUD, *flags) == [third, fourth]
+
+
 def test_where_asynchronous_the_round_and_the_counts_go_on(tmp_path: Path, smollm2: str) -> None:
     """Its rollouts are a step ahead of the training, so it does not equal a whole run, but its counts continue."""
     folder = tmp_path / "run"
