@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ngrpo.config.run import current_run
 from ngrpo.machine.upstream.types import Upstream
 from ngrpo.trainers.openrlhf.fresh_rollouts import FreshRollouts, WaitingResponses
-from ngrpo.trainers.openrlhf.trainer import LENGTH, PerturbedTrainer
+from ngrpo.trainers.openrlhf.trainer import LENGTH, OurStates, PerturbedTrainer
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -111,14 +111,14 @@ class AsyncTrainer(PerturbedTrainer):
             )
         super().fit(*args, **kwargs)
 
-    def our_states(self) -> dict[str, Any]:
+    def our_states(self) -> dict[str, object]:
         states = super().our_states()
         if current_run().sampling.max_staleness is not None:
             # By the size of their groups: a run that is resumed with another one cannot compare them with its own.
             states["waiting"] = {self.args.rollout.n_samples_per_prompt: self.rollout_queue.waiting()}
         return states
 
-    def restore(self, ours: Mapping[str, Any]) -> None:
+    def restore(self, ours: OurStates) -> None:
         super().restore(ours)
         self._waiting = ours.get("waiting", {}).get(self.args.rollout.n_samples_per_prompt)
 

@@ -49,9 +49,9 @@ class PerturbedSamplesGenerator(Upstream):
     _has_warned_of_scores = False
     _evaluated = 0  # prompts of the current evaluation that have been sent to engines and are finished
 
-    def generate_samples(self, **kwargs: object) -> Any:
-        samples, *others = super().generate_samples(**kwargs)
-        return self.of_all_ranks(samples), *others
+    def generate_samples(self, **kwargs: object) -> tuple[list[Experience], float | None, int, bool]:
+        samples, filter_pass_rate, prompts, is_exhausted = super().generate_samples(**kwargs)
+        return self.of_all_ranks(samples), filter_pass_rate, prompts, is_exhausted
 
     def of_all_ranks(self, samples: list[Experience]) -> list[Experience]:
         """A step's samples without the last groups of a short one that do not divide over the ranks.

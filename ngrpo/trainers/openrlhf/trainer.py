@@ -23,6 +23,8 @@ from perturbations.errors import UsageError, require
 
 _STATE = "ngrpo"
 """Our part of the states in a checkpoint of OpenRLHF."""
+OurStates = Mapping[str, Any]
+"""Our part of a checkpoint's states, as :meth:`PerturbedTrainer.our_states` makes it."""
 _FINISHED = "_iterator_finished"
 """The entry of torchdata's loader for a pass over the prompts that has ended."""
 LENGTH = "ngrpo_length"
@@ -82,7 +84,7 @@ class PerturbedTrainer(Upstream):
             sampling = {"temperature": options.temperature, "n_samples_per_prompt": options.n_samples_per_prompt}
             self.evaluate(0, **{**self.generate_kwargs, **sampling})
 
-    def restore(self, ours: Mapping[str, Any]) -> None:
+    def restore(self, ours: OurStates) -> None:
         """Goes on with our part of a checkpoint's states."""
         if hasattr(self, "samples_generator"):  # in an asynchronous run the generator has the round
             self.samples_generator.rollout_round = ours["rollout_round"]
@@ -118,7 +120,7 @@ class PerturbedTrainer(Upstream):
             self.choose_temperature()
         return status, global_step
 
-    def ppo_train(self, global_steps: int) -> dict[str, Any]:
+    def ppo_train(self, global_steps: int) -> dict[str, float]:
         status = super().ppo_train(global_steps)
         if global_steps <= self.args.critic.freezing_steps:
             import ray
@@ -171,7 +173,7 @@ class PerturbedTrainer(Upstream):
         super().broadcast_to_vllm()
         self.weight_version += 1
 
-    def our_states(self) -> dict[str, Any]:
+    def our_states(self) -> dict[str, object]:
         """Our part of a checkpoint's states, with which :meth:`restore` goes on."""
         return {
             "rollout_round": getattr(getattr(self, "samples_generator", None), "rollout_round", 0),
