@@ -2,20 +2,18 @@
 """Upstream patches: one table of the code in OpenRLHF, vLLM, verl, Ray, torch that is replaced, relied upon or called.
 
 Upstream stays unmodified on disk. A row names the upstream definition, our replacement, the condition, the reason, and
-the state of the upstream source that it was written against. `check` compares that state with the installed sources
-before anything starts, so an upgrade that changes one of them is one clear error, and not a run that trains on
-something else. ``python -m ngrpo.patches [FOLDER]`` prints the table and the states found, installed or in a folder
-with the sources of another release.
+the state of the upstream source that it was written against. `ngrpo.machine.upstream.patch_check` compares that state
+with the installed sources before anything starts, so an upgrade that changes one of them is one clear error, and not a
+run that trains on something else. ``python -m ngrpo.patches [FOLDER]`` prints the table and the states found, installed
+or in a folder with the sources of another release.
 """
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from importlib.metadata import packages_distributions
 from pathlib import Path
 
 from ngrpo.machine.upstream.patch import IMPORT, Patch, place, source_of
-from ngrpo.machine.upstream.versions import VLLM_OF_ROLLOUTS, installed
-from perturbations.errors import UsageError
+from ngrpo.machine.upstream.versions import VLLM_OF_ROLLOUTS
 
 _OPENRLHF = "openrlhf 0.11.2"
 _ACTOR = "openrlhf.trainer.ray.ppo_actor"
@@ -54,10 +52,6 @@ _SERVER = "workers.rollout.vllm_rollout.vllm_async_server"
 _PADDING = "trainer.ppo.padding_utils"
 _FSDP = "workers.engine.fsdp.transformer_impl"
 _WORKERS = "workers.engine_workers"
-
-
-class PatchMismatch(UsageError):
-    """Upstream code is not what a row of the table was written against."""
 
 
 def _row(
@@ -440,43 +434,6 @@ def active(conditions: Iterable[str]) -> tuple[Patch, ...]:
 def install(conditions: Iterable[str]) -> None:
     """Applies the active rows, now for modules already imported and on import for the others."""
     place(active(conditions))
-
-
-def check(rows: Sequence[Patch]) -> None:
-    """Compares rows with the installed sources, without importing them.
-
-    Raises:
-        PatchMismatch: one error that lists every row that does not match, expected and found.
-    """
-    mismatches = []
-    for row in rows:
-        state = row.state()
-        if state != row.upstream:
-            mismatches.append((row, state))
-    if not mismatches:
-        return
-    lines = [f"{len(mismatches)} of {len(rows)} upstream patches do not match the installed packages:"]
-    for row, state in mismatches:
-        use = f"replaced by {row.ours}" if row.ours else "relied upon"
-        lines += [
-            f"  {row.target}",
-            f"    expected {row.upstream} ({row.checked}), found {state} ({_release_of(row)})",
-            f"    {use}: {row.why}",
-        ]
-    checked_releases = ", ".join(sorted({row.checked for row, _ in mismatches}))
-    lines.append(
-        f"Install the checked release ({checked_releases}), or read the new source, adapt ours and enter the new state"
-        " in ngrpo/patches.py, as python -m ngrpo.patches prints it."
-    )
-    raise PatchMismatch("\n".join(lines))
-
-
-def _release_of(row: Patch) -> str:
-    """The installed package of a row with its release, ``openrlhf 0.11.2``."""
-    top_module = row.module.partition(".")[0]
-    package = packages_distributions().get(top_module, [top_module])[0]
-    release = installed(package)
-    return f"{package} {release}" if release else f"{top_module} is not installed"
 
 
 def main(argv: Sequence[str] = (), write: Callable[[str], object] = print) -> int:

@@ -35,7 +35,7 @@ from ngrpo.machine.colors import state_column
 from ngrpo.machine.console import Report, hanging
 from ngrpo.machine.hardware import cuda, gpu_plan, profile_for, stand_ins, surroundings
 from ngrpo.machine.models import adapters, architecture, experts, packaged
-from ngrpo.machine.upstream import placement, versions
+from ngrpo.machine.upstream import patch_check, placement, versions
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from perturbations import ReplayRecord
 from perturbations.errors import UsageError
@@ -153,8 +153,8 @@ def _upstream_patches(hardware: str) -> Finding:
     """Whether the installed sources are those of the table of patches."""
     rows = [row for row in (*patches.OPENRLHF, *patches.VLLM) if hardware == "cpu" or row.when != "cpu"]
     try:
-        patches.check(rows)
-    except patches.PatchMismatch as error:
+        patch_check.check(rows)
+    except patch_check.PatchMismatch as error:
         first_line, *_, fix = str(error).splitlines()
         return Finding("upstream patches", first_line, f"{fix} All rows: python -m ngrpo.patches")
     return Finding("upstream patches", f"all {len(rows)} definitions match the table")

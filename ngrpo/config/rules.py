@@ -22,7 +22,7 @@ from ngrpo.config.feature_kinds import ESTIMATOR, MODEL, Combination
 from ngrpo.config.run import RunConfig
 from ngrpo.machine.hardware import gpu_plan, host_plan, stand_ins, surroundings
 from ngrpo.machine.models import architecture, experts
-from ngrpo.machine.upstream import placement, versions
+from ngrpo.machine.upstream import patch_check, placement, versions
 from ngrpo.machine.upstream.openrlhf_flags import DATASETS, MODEL_NAMES
 from ngrpo.methods.scoring import reward_files
 
@@ -85,7 +85,7 @@ def check_patches(complete: CompleteRun) -> None:
     conditions = run.training_conditions
     if run.conditions:
         conditions = (*conditions, *patches.VLLM_CONDITIONS)
-    patches.check(patches.active(conditions))
+    patch_check.check(patches.active(conditions))
 
 
 def check_support(complete: CompleteRun) -> str | None:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ngrpo import patches
-from ngrpo.machine.upstream import versions
+from ngrpo.machine.upstream import patch_check, versions
 from ngrpo.machine.upstream.patch import around
 from ngrpo.machine.upstream.types import ParallelConfig
 
@@ -61,7 +61,7 @@ def checked_config(original: Callable[..., Any], self: Any, *args: object, **kwa
             raise RuntimeError(
                 f"perturbations need vLLM {versions.VLLM_OF_ROLLOUTS}, not {vllm.__version__}: install one of these."
             )
-        patches.check(patches.active(patches.VLLM_CONDITIONS))
+        patch_check.check(patches.active(patches.VLLM_CONDITIONS))
     config = original(self, *args, **kwargs)
     without_setup_hook(config.parallel_config)
     if perturbation is not None:

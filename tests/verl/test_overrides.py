@@ -22,6 +22,7 @@ from verl.trainer.ppo.core_algos import get_adv_estimator_fn
 
 from ngrpo import patches
 from ngrpo.config.verl_lines import of_perturbation
+from ngrpo.machine.upstream import patch_check
 from ngrpo.methods import advantages
 from ngrpo.trainers.verl import overrides
 from perturbations import registry
@@ -53,7 +54,7 @@ def words_of(command: str) -> list[str]:
 
 
 def test_every_row_of_the_table_is_that_of_the_installed_verl() -> None:
-    patches.check(patches.VERL)
+    patch_check.check(patches.VERL)
 
 
 @pytest.mark.parametrize("spec", [{**NEIGHBOR, "until": "a, 'b' {c}"}, {"name": "gumbel", "protect": None}])

@@ -14,6 +14,7 @@ from verl.workers.engine_workers import ActorRolloutRefWorker
 from verl.workers.rollout.replica import RolloutReplicaRegistry
 
 from ngrpo import patches
+from ngrpo.machine.upstream import patch_check
 from ngrpo.machine.upstream.types import Upstream
 from ngrpo.rollout.settings import KEY
 from ngrpo.trainers.common.mismatch import check_gap, step_metrics
@@ -44,7 +45,7 @@ class PerturbedTrainer(Upstream):
     """What goes in front of verl's ``PPOTrainerSync``."""
 
     def __init__(self, config: DictConfig) -> None:
-        patches.check(patches.active(["verl"]))
+        patch_check.check(patches.active(["verl"]))
         self._settings = overrides.prepare(config)
         RolloutReplicaRegistry.register("vllm", lambda: rollout_server.PerturbedReplica)
         super().__init__(config)

@@ -343,7 +343,7 @@ def test_flags_of_the_layers_are_checked_too(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_the_patches_of_flags_that_layers_add_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     checked: list[Any] = []
-    monkeypatch.setattr(rules.patches, "check", checked.extend)
+    monkeypatch.setattr(rules.patch_check, "check", checked.extend)
     words = "--hardware cpu --model smollm2-135m --task arithmetic --rollout.n_samples_per_prompt 4"
     complete = complete_run.make(parse.run_config(words.split()))
     rules.check_patches(complete)

@@ -14,7 +14,8 @@ import pytest
 
 from ngrpo import patches
 from ngrpo.machine.upstream.patch import Patch, state_of
-from ngrpo.patches import OPENRLHF, VERL, VLLM, PatchMismatch, check
+from ngrpo.machine.upstream.patch_check import PatchMismatch, check
+from ngrpo.patches import OPENRLHF, VERL, VLLM
 
 STACK = all(find_spec(name) for name in ("openrlhf", "vllm", "ray", "torch"))
 needs_stack = pytest.mark.skipif(not STACK, reason="needs openrlhf, vllm, ray and torch installed")

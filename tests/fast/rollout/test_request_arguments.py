@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 
 from ngrpo import patches
+from ngrpo.machine.upstream.patch_check import PatchMismatch
 from ngrpo.rollout import plugin, request_arguments, serve
 from ngrpo.rollout.records import LENGTHS
 from ngrpo.rollout.request_arguments import checked
@@ -176,7 +177,7 @@ def test_an_engine_whose_patches_do_not_match_loads_no_model(monkeypatch: pytest
     row = next(row for row in patches.VLLM if row.attribute.endswith("get_top_k_top_p"))
     monkeypatch.setattr(patches, "VLLM", (dataclasses.replace(row, module="no_such_package.states"),))
     create = plugin.checked_config(lambda self: pytest.fail("was built"))
-    with pytest.raises(patches.PatchMismatch, match=r"1 of 1 upstream patches .*\n.*get_top_k_top_p"):
+    with pytest.raises(PatchMismatch, match=r"1 of 1 upstream patches .*\n.*get_top_k_top_p"):
         create(SimpleNamespace(additional_config={"perturbation": {"name": "neighbor"}}))
 
 
