@@ -217,10 +217,7 @@ class _Reader:
         The name ends where the first ``option=`` or ``--flag`` begins: ``./my ops/x.py:Name:rate=0.2``.
         """
         where = f"{flag} {text!r}"
-        try:
-            words = [word for quoted in shlex.split(text) for word in re.split(rf":(?={_SETTING})", quoted)]
-        except ValueError as error:
-            raise UsageError(f"{where}: {error}.") from None
+        words = _words_in(text, where)
         settings = [number for number, word in enumerate(words) if re.match(f"--|{_SETTING}", word)]
         end_of_name = settings[0] if settings else len(words)
         name = " ".join(words[:end_of_name])
@@ -230,16 +227,14 @@ class _Reader:
         training: dict[str, str] = {}
         for word in words[end_of_name:]:
             key, _, value = word.removeprefix("--").partition("=")
-            if self._is_flag(word, key, name):
+            is_flag = self._is_flag(word, key, name)
+            if is_flag:
                 self._check_flag(word, key, value, where)
-                values = training
             else:
                 key = key.removeprefix(_PREFIX)
-                if not value:
-                    raise UsageError(f"{where}: {word!r} must be option=value, for example rate=0.2.")
-                values = options
-            if not key:
+            if not key or not (value or is_flag):  # a flag without a value is a switch
                 raise UsageError(f"{where}: {word!r} must be option=value, for example rate=0.2.")
+            values = training if is_flag else options
             if key in values:
                 raise UsageError(f"{where}: option {key!r} is given twice; keep one.")
             values[key] = value
@@ -261,6 +256,21 @@ class _Reader:
             raise UsageError(f"{where}: {word!r} is for a training. Leave it out.")
         if not value and not word.startswith("--"):
             raise UsageError(f"{where}: {key} needs a value, for example base=gspo.")
+
+
+def _words_in(text: str, where: str) -> list[str]:
+    """The words of an arm's text, split at blanks outside of quotes and at a colon before an option.
+
+    Raises ``UsageError``, which begins with ``where``, for a quote that is not closed.
+    """
+    try:
+        quoted_words = shlex.split(text)
+    except ValueError as error:
+        raise UsageError(f"{where}: {error}.") from None
+    words: list[str] = []
+    for quoted_word in quoted_words:
+        words += re.split(rf":(?={_SETTING})", quoted_word)
+    return words
 
 
 # --- sweeps -----------------------------------------------------------------------------------------

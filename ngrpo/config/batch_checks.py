@@ -103,31 +103,33 @@ def trains_on_all_ranks(args: placement.Args, prompts: int) -> bool:
     (``RayActorGroup.async_run_method_batch``), and reduces once for each micro-batch of the training.
     """
     responses = prompts * args["rollout.n_samples_per_prompt"]
-    rollout_size = args["rollout.micro_batch_size"]
-    train_size = args["train.micro_batch_size"]
     for role, groups in placement.rank_groups(args).items():
-        if groups == 1:
-            continue
-        if args["train.dynamic_batch_enable"]:  # with it the ranks agree on a number of micro-batches
-            if responses < groups:
-                return False
-            continue
-        rollout_batches = ceil(responses / rollout_size)
-        if rollout_batches < groups:
-            return False
-        # Under ZeRO-3 each forward gathers weights from all ranks, so all need as many.
-        if args["ds.zero_stage"] == 3 and rollout_batches % groups:
-            return False
-        if role in ("ref", "reward"):  # which are not trained
-            continue
-        responses_per_group = ceil(rollout_batches / groups) * rollout_size
-        trained_batches = set()
-        for group in range(groups):
-            left = max(responses - group * responses_per_group, 0)
-            trained_batches.add(min(left, responses_per_group) // train_size)
-        if len(trained_batches) > 1:
+        if groups > 1 and not _has_equal_shares(args, role, groups, responses):
             return False
     return True
+
+
+def _has_equal_shares(args: placement.Args, role: str, groups: int, responses: int) -> bool:
+    """Whether each of a role's groups of ranks computes, and trains, the same number of micro-batches."""
+    if args["train.dynamic_batch_enable"]:  # the ranks agree on a number of micro-batches
+        return responses >= groups
+    rollout_size = args["rollout.micro_batch_size"]
+    rollout_batches = ceil(responses / rollout_size)
+    if rollout_batches < groups:
+        return False
+    # Under ZeRO-3 each forward gathers weights from all ranks, so that all ranks need the same number of forwards.
+    if args["ds.zero_stage"] == 3 and rollout_batches % groups:
+        return False
+    is_trained = role not in ("ref", "reward")
+    if not is_trained:
+        return True
+    responses_per_group = ceil(rollout_batches / groups) * rollout_size
+    trained_batches = set()
+    for group in range(groups):
+        remaining = max(responses - group * responses_per_group, 0)
+        responses_of_group = min(remaining, responses_per_group)
+        trained_batches.add(responses_of_group // args["train.micro_batch_size"])
+    return len(trained_batches) == 1
 
 
 def _may_hang(args: placement.Args) -> bool:

@@ -70,8 +70,10 @@ class CompleteRun:
         complete = self
         for layer in layers:
             flags = complete.flags.with_defaults(layer.defaults(complete))
+            added_before = len(complete.flags.added)
+            added_by_layer = Flags(flags.added[added_before:])
             reasons = dict(complete.reasons)
-            for flag in Flags(flags.added[len(complete.flags.added) :]):
+            for flag in added_by_layer:
                 reasons[flag.name] = layer.reason(flag.name, complete)
             complete = replace(complete, flags=flags, reasons=reasons)
         return complete
@@ -207,8 +209,10 @@ def of_placement(complete: CompleteRun) -> dict[str, Default]:
     flags = complete.flags
     uses_muon = "muon" in (flags.value("--actor.optim"), flags.value("--critic.optim"))
     # Noise on the weights, their moving average, 4-bit weights and Muon need each parameter whole on every GPU.
-    has_feature = flags.has("--train.enable_ema", "--ds.load_in_4bit")
-    whole_parameters = complete.run.policy_noise is not None or has_feature or uses_muon
+    whole_parameters = (
+        complete.run.policy_noise is not None or flags.has("--train.enable_ema", "--ds.load_in_4bit") or uses_muon
+    )
+    # OpenRLHF's parser demands a dataset and a reward, which a task gives in a later layer.
     parseable = flags.with_defaults(of_task(complete))
     return gpu_plan.default_flags(parseable, complete.machine, whole=whole_parameters, may_offload=not uses_muon)
 

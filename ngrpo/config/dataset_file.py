@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a file of a dataset holds: the kinds of value in its columns, and prompts to render."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -9,7 +9,7 @@ from typing import Any
 
 from ngrpo.machine.models import conversation
 from ngrpo.machine.models.conversation import TOOLS, ValueKind
-from ngrpo.machine.storage.datafiles import is_nothing, read_rows
+from ngrpo.machine.storage.datafiles import Row, is_nothing, read_rows
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from perturbations.errors import UsageError
 
@@ -89,24 +89,36 @@ def read(flag: str, name: str, flags: Flags) -> DatasetFile:
 @lru_cache  # A comparison checks the same file for each of its arms. `modified` is read by the cache alone.
 def _read(flag: str, name: str, names: ColumnNames, modified: int) -> DatasetFile:
     rows = read_rows(flag, name, CHECKED_ROWS)
-    columns = {column_name: Column() for row in rows for column_name in row}
-    examples: dict[tuple[Any, ...], Example] = {}
-    longest = Example(row=0, prompt=None, tools={})
-    longest_size = -1
+    prompts = []
     for number, row in enumerate(rows, start=1):
         tools = _tools_of(row, names, subject=f"{flag} {name}: row {number}")
-        example = Example(row=number, prompt=row.get(names.prompt), tools=tools)
+        prompts.append(Example(row=number, prompt=row.get(names.prompt), tools=tools))
+    return DatasetFile(
+        columns=_columns(rows, names),
+        row_count=len(rows),
+        examples=_one_of_each_form(prompts),
+        longest=max(prompts, key=lambda example: len(str(example.prompt))),
+    )
+
+
+def _columns(rows: Sequence[Row], names: ColumnNames) -> dict[str, Column]:
+    """The columns that any row has, by name, with the first row of each kind of value."""
+    columns = {column_name: Column() for row in rows for column_name in row}
+    for number, row in enumerate(rows, start=1):
         for column_name, column in columns.items():
-            kind = kind_in(row, column_name, names)
-            column.first_rows.setdefault(kind, number)
-            can_be_rendered = column_name == names.prompt and kind in (ValueKind.TEXT, ValueKind.MESSAGES)
-            if can_be_rendered and len(examples) < _KEPT_EXAMPLES:
-                examples.setdefault(_form(example), example)
-        size = len(str(example.prompt))
-        if size > longest_size:
-            longest = example
-            longest_size = size
-    return DatasetFile(columns=columns, row_count=len(rows), examples=list(examples.values()), longest=longest)
+            column.first_rows.setdefault(kind_in(row, column_name, names), number)
+    return columns
+
+
+def _one_of_each_form(prompts: Sequence[Example]) -> list[Example]:
+    """The first prompt of each form that a template can render; at most :data:`_KEPT_EXAMPLES`."""
+    by_form: dict[tuple[Any, ...], Example] = {}
+    for example in prompts:
+        if len(by_form) == _KEPT_EXAMPLES:
+            break
+        if _prompt_kind(example.prompt) in (ValueKind.TEXT, ValueKind.MESSAGES):
+            by_form.setdefault(_form(example), example)
+    return list(by_form.values())
 
 
 def _tools_of(row: Mapping[str, Any], names: ColumnNames, *, subject: str) -> dict[str, Any]:
