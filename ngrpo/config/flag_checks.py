@@ -70,15 +70,9 @@ def _violated_rule(flag: Flag, flags: Flags) -> str:
     if flag.name == "--data.input_template":
         return "" if conversation.is_input_template(value) else conversation.INPUT_TEMPLATES
     if flag.name == "--data.prompt_probs":
-        names = (flags.value("--data.prompt_dataset") or "").split(",")
-        shares = [number_rules.number(share, float) for share in value.split(",")]
-        are_shares = all(share > 0 for share in shares) and isclose(sum(shares), 1)
-        if len(shares) != len(names) or not are_shares:
-            return f"a number above 0 for each of {len(names)} datasets, with commas, which sum to 1"
-    if flag.name == "--ckpt.best_metric_key" and value not in ("", "none"):
-        responses = flags.value("--eval.n_samples_per_prompt") or "4"
-        if not (value.startswith("eval_") and value.endswith(("_pass1", f"_pass{responses}"))):
-            return f"eval_NAME_pass1 or eval_NAME_pass{responses}, where NAME is a row's datasource or default; or none"
+        return _violated_shares(value, flags)
+    if flag.name == "--ckpt.best_metric_key":
+        return _violated_metric(value, flags)
     return ""
 
 
@@ -90,6 +84,25 @@ def _violated_number_rule(flag: Flag, rule: NumberRule) -> str:
     if flag.name in _BOUNDS and any(low > high for low, high in pairwise(numbers)):
         return "the lower bound, then the upper one"
     return ""
+
+
+def _violated_shares(value: str, flags: Flags) -> str:
+    """What the shares of the prompt datasets must be, in words; empty where they are so."""
+    names = (flags.value("--data.prompt_dataset") or "").split(",")
+    shares = [number_rules.number(share, float) for share in value.split(",")]
+    are_shares = all(share > 0 for share in shares) and isclose(sum(shares), 1)
+    if are_shares and len(shares) == len(names):
+        return ""
+    return f"a number above 0 for each of {len(names)} datasets, with commas, which sum to 1"
+
+
+def _violated_metric(value: str, flags: Flags) -> str:
+    """What the metric of the best checkpoint must be, in words; empty where it is one of an evaluation."""
+    responses = flags.value("--eval.n_samples_per_prompt") or "4"
+    is_of_evaluation = value.startswith("eval_") and value.endswith(("_pass1", f"_pass{responses}"))
+    if is_of_evaluation or value in ("", "none"):
+        return ""
+    return f"eval_NAME_pass1 or eval_NAME_pass{responses}, where NAME is a row's datasource or default; or none"
 
 
 def _violated_choice(name: str, value: str) -> str:
@@ -204,29 +217,41 @@ def _latest(flags: Flags) -> Path:
 
 def check_output(flags: Flags, run: RunConfig) -> None:
     """Raises ``UsageError`` where a folder of the run or its log file can be neither made nor written, or is input."""
-    inputs = {}
-    for flag in flags:
-        if flag.name.endswith(_INPUT_ENDINGS) and flag.values:
-            for name in flag.values[0].split(","):
-                if name:
-                    inputs[Path(name).expanduser().resolve()] = flag.name
     outputs = {"--run-dir": run.run_dir, "--log-file": run.log_file}
     for flag_name in _OUTPUTS:
         outputs[flag_name] = flags.value(flag_name)
         check_home(flag_name, outputs[flag_name] or "")
+    reader_of_path = _readers(flags)
     for flag_name, name in outputs.items():
-        if not name:
-            continue
-        path = Path(name).expanduser()
-        must_be_file = flag_name == "--log-file"
-        if path.is_dir() and must_be_file:
-            raise UsageError(f"{flag_name} {path}: is a folder. Give another path.")
-        if path.exists() and not path.is_dir() and not must_be_file:
-            raise UsageError(f"{flag_name} {path}: is a file. Give another path.")
-        reader = inputs.get(path.resolve())
-        if reader is not None:
-            raise UsageError(f"{flag_name} {path}: is what {reader} reads. Give another path.")
-        existing = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
-        can_hold_output = existing.is_dir() or existing == path
-        if not can_hold_output or not os.access(existing, os.W_OK):
-            raise UsageError(f"{flag_name} {path}: {existing} is no folder that may be written. Give another path.")
+        if name:
+            path = Path(name).expanduser()
+            _check_output_path(flag_name, path, reader=reader_of_path.get(path.resolve()))
+
+
+def _readers(flags: Flags) -> dict[Path, str]:
+    """The flag that reads each path which a run takes as input."""
+    reader_of_path = {}
+    for flag in flags:
+        if flag.name.endswith(_INPUT_ENDINGS) and flag.values:
+            for name in flag.values[0].split(","):
+                if name:
+                    reader_of_path[Path(name).expanduser().resolve()] = flag.name
+    return reader_of_path
+
+
+def _check_output_path(flag_name: str, path: Path, *, reader: str | None) -> None:
+    """Raises ``UsageError`` for a path of the wrong kind, one that a flag reads, and one that cannot be written.
+
+    ``reader``: the flag that reads the path; None for none.
+    """
+    must_be_file = flag_name == "--log-file"
+    if path.is_dir() and must_be_file:
+        raise UsageError(f"{flag_name} {path}: is a folder. Give another path.")
+    if path.exists() and not path.is_dir() and not must_be_file:
+        raise UsageError(f"{flag_name} {path}: is a file. Give another path.")
+    if reader is not None:
+        raise UsageError(f"{flag_name} {path}: is what {reader} reads. Give another path.")
+    existing = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
+    can_hold_output = existing.is_dir() or existing == path
+    if not can_hold_output or not os.access(existing, os.W_OK):
+        raise UsageError(f"{flag_name} {path}: {existing} is no folder that may be written. Give another path.")

@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``ngrpo check KIND`` for credits, policy noises, sampling schedules and second rounds: do they keep their contracts?
-
-A schedule runs in vLLM's workers, where a look at its values would wait for the device at every token.
-"""
+"""``ngrpo check KIND`` for credits, policy noises, sampling schedules and second rounds: is the contract kept?"""
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -48,7 +46,7 @@ def _credit_checks(credit: Credit) -> Iterator[Check]:
         seeds=responses + 1,
     )
     zero = torch.zeros(count)
-    nothing_to_share = StepTokens(zero, zero, zero, responses, responses // 3, responses + 1)
+    nothing_to_share = replace(tokens, advantages=zero, entropies=zero, log_probs=zero)
     yield Check("credit of ordinary tokens", partial(_check_credit, credit, "ordinary tokens", tokens))
     yield Check(
         "credit of certain tokens without advantage", partial(_check_credit, credit, "certain tokens", nothing_to_share)
@@ -184,7 +182,12 @@ def _check_factor(schedule: SamplingSchedule) -> None:
     logits = 3.0 * torch.randn(len(rows), 64, generator=torch.Generator().manual_seed(6))
     logits[1, 1:] = -torch.inf  # one possible token, as grammars leave
     at = NextTokens(
-        logits, torch.ones(len(rows)), generated, step=rows, answer=rows % 4, answers=torch.full_like(rows, 4)
+        logits=logits,
+        temperature=torch.ones(len(rows)),
+        generated=generated,
+        step=rows,
+        answer=rows % 4,
+        answers=torch.full_like(rows, 4),
     )
 
     def answer(at: NextTokens) -> Any:
@@ -205,6 +208,7 @@ def _check_factor(schedule: SamplingSchedule) -> None:
 
     if answer(at) is not None:  # a schedule of training steps alone has no factors of positions
         check_answers(f"{schedule.name}:", "factor()", factor, at, prefix="at.", draws="A schedule draws nothing.")
+        # A schedule runs in vLLM's workers, where a look at a value would wait for the device at every token.
         fix = "Make tensors where the logits are: torch.ones(n, device=at.logits.device)."
         check_without_values(f"{schedule.name}:", "factor()", schedule.factor, at, fix=fix)
 

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads a command line with its files into a :class:`ngrpo.config.run.RunConfig`."""
 
+from __future__ import annotations
+
 import dataclasses
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ngrpo.config.kinds import FLAGS, KINDS, Kind, run_level_kinds
 from ngrpo.config.run import OF_OPENRLHF, SETTINGS, RunConfig, Sampling
@@ -13,6 +15,9 @@ from ngrpo.machine.storage import datafiles
 from ngrpo.machine.upstream.openrlhf_flags import MODEL_NAMES, Flags
 from perturbations.errors import UsageError, nearest
 from perturbations.options import coerce, kinds
+
+if TYPE_CHECKING:
+    from perturbations.base import Perturbation
 
 PERTURBATION = "--perturbation"
 SAMPLING = "--sampling"
@@ -65,32 +70,44 @@ def run_config(argv: Sequence[str]) -> RunConfig:
     for kind in (KINDS["replay_buffer"], *run_level_kinds()):
         extensions[kind.name], further_notes = _extension(kind, ours)
         notes = (*notes, *further_notes)
-    specs = {
-        name: extension.spec()
-        for name, extension in extensions.items()
-        if extension is not None and getattr(extension, "active", True)
-    }
+    specs = {}
+    for name, extension in extensions.items():
+        if extension is not None and getattr(extension, "active", True):
+            specs[name] = extension.spec()
+
     sampling = sampling_of(_options(ours, SAMPLING))
-    settings: dict[str, Any] = {
-        entry.name: coerce(RunConfig, entry, ours[flag], label=f"{flag} {ours[flag]}")
-        for flag, entry in SETTINGS.items()
-        if flag in ours
-    }
-    conversation.template_arguments(settings.get("chat_template_kwargs"))  # raises for arguments that are none
-    _check_engine_limits(settings)
-    if perturbation is not None and perturbation.name != "none" and not perturbation.active:
-        rate_note = f"{PERTURBATION} {perturbation.name} with rate 0 is as {PERTURBATION} none: nothing is recorded."
-        notes = (*notes, rate_note)
-    if "perturbation" not in specs and settings.get("reproducible") and f"{PERTURBATION}.seed" in ours:
-        seed_note = f"{PERTURBATION}.seed has no effect where nothing is perturbed; the draws follow --train.seed."
-        notes = (*notes, seed_note)
+    settings = _settings(ours)
     if "replay_buffer" in specs and not {PERTURBATION, *_RECORDS_MASKS, "--replay.routing"} & ours.keys():
         raise UsageError(f"{REPLAY_BUFFER} is given, but nothing is recorded. Add {PERTURBATION} NAME.")
+    notes = (*notes, *_notes_without_perturbation(perturbation, ours, reproducible=settings.get("reproducible", False)))
     if _MODEL in ours:
         if Flags(openrlhf).has(_ACTOR):
             raise UsageError(f"{_MODEL} and {_ACTOR} are the same setting; give one of them.")
         openrlhf = [_ACTOR, ours[_MODEL], *openrlhf]
     return RunConfig(specs=specs, sampling=sampling, openrlhf=tuple(openrlhf), notes=notes, **settings)
+
+
+def _settings(ours: OurFlags) -> dict[str, Any]:
+    """The run's settings that are given, by their names in a RunConfig; ``UsageError`` for a bad value."""
+    settings: dict[str, Any] = {}
+    for flag, entry in SETTINGS.items():
+        if flag in ours:
+            settings[entry.name] = coerce(RunConfig, entry, ours[flag], label=f"{flag} {ours[flag]}")
+    conversation.template_arguments(settings.get("chat_template_kwargs"))  # raises for a text of another form
+    _check_engine_limits(settings)
+    return settings
+
+
+def _notes_without_perturbation(
+    perturbation: Perturbation | None, ours: OurFlags, *, reproducible: bool
+) -> Iterator[str]:
+    """Warnings about options of a perturbation where nothing is perturbed."""
+    if perturbation is not None and perturbation.active:
+        return
+    if perturbation is not None and perturbation.name != "none":
+        yield f"{PERTURBATION} {perturbation.name} with rate 0 is as {PERTURBATION} none: nothing is recorded."
+    if reproducible and f"{PERTURBATION}.seed" in ours:
+        yield f"{PERTURBATION}.seed has no effect where nothing is perturbed; the draws follow --train.seed."
 
 
 def sampling_of(options: Mapping[str, Any]) -> Sampling:
@@ -343,7 +360,7 @@ def _refuse_near_miss(name: str) -> None:
 
 
 def _extension(kind: Kind, ours: OurFlags, origin: str = "") -> tuple[Any, tuple[str, ...]]:
-    """The extension that is named of a kind, None for none, and its warnings.
+    """The extension of a kind that the flags name, None where they name none; and its warnings.
 
     ``origin`` says in messages where the options come from.
     """
@@ -360,13 +377,12 @@ def _extension(kind: Kind, ours: OurFlags, origin: str = "") -> tuple[Any, tuple
             )
         return None, ()
     fields = kind.option_fields(str(name), options)
-    for option, value in options.items():
-        if value is None:
-            if option in fields:
-                owner, entry = fields[option]
-                if bool not in kinds(owner, entry.name):
-                    raise UsageError(f"{flag}.{option} needs a value (see: ngrpo train --help).")
-            options[option] = True
+    for option in [option for option, value in options.items() if value is None]:
+        if option in fields:
+            owner, entry = fields[option]
+            if bool not in kinds(owner, entry.name):
+                raise UsageError(f"{flag}.{option} needs a value (see: ngrpo train --help).")
+        options[option] = True  # a switch, or an option that the extension does not have, which checked() refuses
     try:
         return kind.checked(str(name), options)
     except UsageError as error:

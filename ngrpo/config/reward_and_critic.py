@@ -58,7 +58,7 @@ def check(complete: CompleteRun) -> str | None:
     Returns:
         What was not checked of them, or None.
     """
-    reasons = []
+    reasons: list[str | None] = []
     for flag, name in _named(complete.flags):
         _check_whole(flag, name)
         local = find_local(flag, name)
@@ -66,19 +66,25 @@ def check(complete: CompleteRun) -> str | None:
             reasons.append(
                 f"not checked: {flag} {name}, which is not here. One that does not fit ends the run once it has loaded."
             )
-            continue
-        weights = weight_files(local.folder, subject=str(local))
-        if weights:
-            if flag == REWARD:
-                check_head(local.folder, complete.flags, subject=str(local))
-        elif complete.run.machine is None and local.folder == _path(name):
-            raise UsageError(f"{local}: the folder has no weights (*.safetensors). Download the whole model.")
         else:
-            reasons.append(f"not checked: {local} has no weights here, which a run needs.")
-        reason = check_tokens(local, complete.flags, complete.run)
-        if reason is not None:
-            reasons.append(reason)
-    return " ".join(reasons) or None
+            reasons.append(_check_weights(local, complete))
+            reasons.append(check_tokens(local, complete.flags, complete.run))
+    return " ".join(reason for reason in reasons if reason is not None) or None
+
+
+def _check_weights(local: Local, complete: CompleteRun) -> str | None:
+    """Raises ``UsageError`` for a folder without weights, and for a reward model without its head.
+
+    Returns why it could not look, or None. A run that is only planned needs no weights, and neither does a model of the
+    hub, of which the cache may have the config.json alone.
+    """
+    if weight_files(local.folder, subject=str(local)):
+        if local.flag == REWARD:
+            check_head(local.folder, complete.flags, subject=str(local))
+        return None
+    if complete.run.machine is None and local.folder == _path(local.name):
+        raise UsageError(f"{local}: the folder has no weights (*.safetensors). Download the whole model.")
+    return f"not checked: {local} has no weights here, which a run needs."
 
 
 def notes(complete: CompleteRun) -> Iterator[str]:
@@ -124,11 +130,14 @@ def _check_whole(flag: str, name: str) -> None:
     """
     if not (_path(name) / adapters.CONFIG).is_file():
         return
-    merged = "AutoPeftModelForSequenceClassification.from_pretrained(ADAPTER, num_labels=1).merge_and_unload()"
-    fix = f"Merge it with its base model: peft.{merged}.save_pretrained(FOLDER), where the base or the adapter"
-    fix += " (modules_to_save) has the head. Save the tokenizer there too, and give FOLDER."
     if flag == CRITIC:
         fix = f"Merge it with its base model (ngrpo model merge {name} FOLDER), and give FOLDER."
+    else:
+        merged = "AutoPeftModelForSequenceClassification.from_pretrained(ADAPTER, num_labels=1).merge_and_unload()"
+        fix = (
+            f"Merge it with its base model: peft.{merged}.save_pretrained(FOLDER), where the base or the adapter"
+            " (modules_to_save) has the head. Save the tokenizer there too, and give FOLDER."
+        )
     raise UsageError(
         f"{flag} {name}: has a LoRA adapter ({adapters.CONFIG}), and OpenRLHF 0.11.2 loads whole models here. {fix}"
     )
@@ -168,10 +177,12 @@ def check_head(folder: Path, flags: Flags, *, subject: str) -> None:
 
 
 def no_head(head: str, shapes: Mapping[str, tuple[int, ...] | None], *, in_config: bool) -> str:
-    """That a reward model has no head of this name, with what may be meant among its tensors, and the fix.
+    """The message about a reward model without a head of this name: what may be meant among its tensors, and the fix.
 
-    shapes: of its tensors, by their names; empty where they are not known.
-    in_config: whether the name is of the model's config.json, which OpenRLHF prefers to its flag.
+    Args:
+        head: the name that OpenRLHF reads.
+        shapes: the shapes of the model's tensors, by their names; empty where they are not known.
+        in_config: whether the name is of the model's config.json, which OpenRLHF prefers to its flag.
     """
     source = "value_head_prefix of its config.json" if in_config else f"{HEAD} {head}"
     alike = [name for name, shape in shapes.items() if _is_like_a_head(name, shape)]

@@ -132,7 +132,7 @@ class Sampling(Options):
     def truncations(self, flags: Flags) -> dict[str, Any]:
         """``top_k``, ``min_p`` and ``top_p``, where they cut tokens."""
         truncations = self.filters()
-        top_p = self.described(flags)["top_p"] or 0.0
+        top_p = float(flags.value(OF_OPENRLHF["top_p"]) or 1.0)
         if top_p < 1.0:
             truncations["top_p"] = top_p
         return truncations
@@ -203,13 +203,13 @@ class RunConfig:
 
     @property
     def profile(self) -> Profile:
-        """The hardware profile: ``auto`` is also CUDA on a joined cluster with named GPUs."""
+        """The hardware profile; ``auto`` is CUDA too on a machine without a GPU that joins a cluster with some."""
         profile = profile_for(self.hardware)
         if self.hardware == "auto" and profile.name == "cpu":
             cluster = placement.cluster()
-            if cluster is not None:
-                _, names_gpus = cluster
-                return profile_for("cuda") if names_gpus else profile
+            # Nodes whose GPUs have no name may be CPUs: on a CPU, a GPU of Ray is a share of the machine.
+            if cluster is not None and cluster.names_gpus:
+                return profile_for("cuda")
         return profile
 
     @property

@@ -87,6 +87,12 @@ TRL_TENSOR_PARALLEL = when(
     "vllm_tensor_parallel_size above 1",
     lambda combination: getattr(combination.settings, "vllm_tensor_parallel_size", 1) > 1,
 )
+# TRL's comparisons of the rollout's probabilities with the trainer's, each with the values that turn it off.
+_COMPARISONS_OFF: dict[str, tuple[Any, ...]] = {
+    "vllm_importance_sampling_correction": (None, False),
+    "off_policy_mask_threshold": (None,),
+}
+# The filters of sampling, each with the values that turn it off.
 _FILTERS_OFF: dict[str, tuple[Any, ...]] = {
     "top_p": (None, 1.0),
     "top_k": (None, 0, -1),
@@ -99,25 +105,32 @@ def _filtered_weights(combination: Combination) -> str:
 
     With ``correct_mask=True`` the trainer's log-probabilities are of the filtered distribution too.
     """
-    settings = combination.settings
-    comparisons = {"vllm_importance_sampling_correction": (None, False), "off_policy_mask_threshold": (None,)}
-    compared = [name for name, off in comparisons.items() if getattr(settings, name, None) not in off]
+    changes = _changes_of_sampling(combination.settings, correct_mask=combination.arguments.get("correct_mask", False))
+    comparisons = []
+    for name, off in _COMPARISONS_OFF.items():
+        if getattr(combination.settings, name, None) not in off:
+            comparisons.append(name)
+    if not (changes and comparisons):
+        return ""
+    words = ", ".join(f"{name}={value!r}" for name, value in changes.items())
+    return f"{words} with {' and '.join(comparisons)}"
+
+
+def _changes_of_sampling(settings: object, *, correct_mask: bool) -> dict[str, Any]:
+    """The settings of TRL's sampling that make its distribution another one than the trainer's, with their values."""
     generation_kwargs = getattr(settings, "generation_kwargs", None) or {}
     params = SimpleNamespace(**{**getattr(settings, "__dict__", {}), **generation_kwargs})
     changes = logit_changes(params)
     unchanged: dict[str, tuple[Any, ...]] = {"vllm_structured_outputs_regex": (None,)}
-    if not combination.arguments.get("correct_mask"):
+    if not correct_mask:
         unchanged |= _FILTERS_OFF
-    if "temperature" in generation_kwargs:  # the trainer divides its logits by TRL's own
+    if "temperature" in generation_kwargs:  # the trainer divides its logits by TRL's own temperature
         unchanged["temperature"] = (getattr(settings, "temperature", 1.0),)
     for name, values in unchanged.items():
         value = getattr(params, name, None)
         if value not in values:
             changes[name] = value
-    if not (changes and compared):
-        return ""
-    words = ", ".join(f"{name}={value!r}" for name, value in changes.items())
-    return f"{words} with {' and '.join(compared)}"
+    return changes
 
 
 FILTERED_WEIGHTS = Feature(

@@ -51,34 +51,58 @@ def of_run(complete: CompleteRun) -> tuple[list[str], list[str]]:
     run = complete.run
     flags = complete.flags
     _check_methods(run)
-    overrides: dict[str, object] = {key: flags.value(flag) for flag, key in _SAME.items() if flags.has(flag)}
-    for name, value in run.engine_limits.items():
-        overrides[f"{_ROLLOUT}.{name}"] = value
+    compatibility.check(compatibility.VERL_ADVANTAGE, Combination(run=run, flags=flags))
+    if run.advantage is None:
+        _check_estimator(flags)
+
+    overrides = _of_rollout(run, flags)
+    if run.advantage is None:
+        overrides["algorithm.adv_estimator"] = "grpo"
+    overrides |= _of_loss(flags)
+    overrides |= _of_clip(flags)
+    overrides |= _of_kl(flags)
+    # FSDP1, verl's default, is untested here.
+    lines = [f"{_ROLLOUT}.name=vllm", f"{_ACTOR}.strategy=fsdp2"]
+    lines += [f"{key}={hydra(value)}" for key, value in overrides.items()]
+    if run.advantage is not None:
+        lines += _of_advantage(run.specs["advantage"])
+    if run.spec is not None:
+        lines += of_perturbation(_changed_spec(run, run.spec))
+    return lines, _untranslated(run, flags)
+
+
+def _of_rollout(run: RunConfig, flags: Flags) -> dict[str, object]:
+    """The overrides for flags whose value is the same in verl, the limits of engines, and the rendering of prompts."""
+    overrides: dict[str, object] = {}
+    for flag, key in _SAME.items():
+        if flags.has(flag):
+            overrides[key] = flags.value(flag)
+    for name, limit in run.engine_limits.items():
+        overrides[f"{_ROLLOUT}.{name}"] = limit
     for name, value in conversation.template_arguments(run.chat_template_kwargs).items():
         overrides[f"+data.apply_chat_template_kwargs.{name}"] = value
     if run.sampling.top_k:
         overrides[f"{_ROLLOUT}.top_k"] = run.sampling.top_k
-    compatibility.check(compatibility.VERL_ADVANTAGE, Combination(run=run, flags=flags))
-    if run.advantage is None:
-        _check_estimator(flags)
-        overrides["algorithm.adv_estimator"] = "grpo"
+    return overrides
+
+
+def _of_loss(flags: Flags) -> dict[str, object]:
+    """The overrides for the kind of loss and for the batch of an update."""
+    overrides: dict[str, object] = {}
     if _translated(flags, LOSS, {"ppo": "vanilla", "gspo": "gspo"}) == "gspo":
         overrides[f"{_ACTOR}.policy_loss.loss_mode"] = "gspo"
     if flags.has(_BATCH):  # OpenRLHF counts responses, verl prompts
         batch = int(flags.value(_BATCH) or 1)
         responses_per_prompt = int(flags.value("--rollout.n_samples_per_prompt") or 1)
         overrides[f"{_ACTOR}.ppo_mini_batch_size"] = max(batch // responses_per_prompt, 1)
-    overrides |= _of_clip(flags)
-    overrides |= _of_kl(flags)
-    lines = [f"{key}={hydra(value)}" for key, value in overrides.items()]
-    if run.advantage is not None:
-        options = dict(run.specs["advantage"])
-        lines.append(f"algorithm.adv_estimator={options.pop('name')}")
-        lines += [f"+advantage.{name}={hydra(value)}" for name, value in options.items()]
-    if run.spec is not None:
-        lines += of_perturbation(_changed_spec(run, run.spec))
-    # FSDP1, verl's default, is untested here.
-    return [f"{_ROLLOUT}.name=vllm", f"{_ACTOR}.strategy=fsdp2", *lines], _untranslated(run, flags)
+    return overrides
+
+
+def _of_advantage(spec: Mapping[str, object]) -> list[str]:
+    """The overrides for one of our advantages."""
+    lines = [f"algorithm.adv_estimator={spec['name']}"]
+    lines += [f"+advantage.{name}={hydra(value)}" for name, value in spec.items() if name != "name"]
+    return lines
 
 
 def _check_methods(run: RunConfig) -> None:

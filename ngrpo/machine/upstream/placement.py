@@ -11,7 +11,7 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from ngrpo.machine.upstream.versions import of_visible_gpus
 from perturbations.errors import UsageError
@@ -103,7 +103,7 @@ def here() -> Machine | None:
     """The GPUs of the cluster that a run would join, else those of this machine; None where there are none."""
     joined = cluster()
     if joined is not None:
-        return joined[0] if joined[0].total else None
+        return joined.machine if joined.machine.total else None
     import torch
 
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -127,8 +127,20 @@ def _free_memory() -> float | None:
         return None
 
 
-def cluster() -> tuple[Machine, bool] | None:
-    """The Ray cluster of ``RAY_ADDRESS``, or of `ray start` here, and whether its nodes name their GPUs; or None.
+class Cluster(NamedTuple):
+    """A Ray cluster.
+
+    Attributes:
+        machine: its GPUs.
+        names_gpus: whether a node with GPUs says of which type they are.
+    """
+
+    machine: Machine
+    names_gpus: bool
+
+
+def cluster() -> Cluster | None:
+    """The Ray cluster of ``RAY_ADDRESS``, or of `ray start` here; None without one.
 
     Raises ``UsageError`` where ``RAY_ADDRESS`` names a cluster out of reach.
     """
@@ -137,7 +149,7 @@ def cluster() -> tuple[Machine, bool] | None:
 
 
 @lru_cache
-def _nodes(address: str) -> tuple[Machine, bool]:
+def _nodes(address: str) -> Cluster:
     """As :func:`cluster`, for an address; asked once, since joining a cluster takes seconds."""
     import ray
 
@@ -168,7 +180,7 @@ def _nodes(address: str) -> tuple[Machine, bool]:
         source=f"of the Ray cluster at {address}, {', '.join(sorted(card_names)) or 'of an unnamed type'}",
         cpus=int(sum(node.get("CPU", 0) for node in nodes)),
     )
-    return machine, bool(card_names)
+    return Cluster(machine=machine, names_gpus=bool(card_names))
 
 
 @lru_cache
