@@ -112,7 +112,7 @@ def _columns(rows: Sequence[Row], names: ColumnNames) -> dict[str, Column]:
 
 def _one_of_each_form(prompts: Sequence[Example]) -> list[Example]:
     """The first prompt of each form that a template can render; at most :data:`_KEPT_EXAMPLES`."""
-    by_form: dict[tuple[Any, ...], Example] = {}
+    by_form: dict[tuple[object, ...], Example] = {}
     for example in prompts:
         if len(by_form) == _KEPT_EXAMPLES:
             break
@@ -131,9 +131,9 @@ def _tools_of(row: Mapping[str, Any], names: ColumnNames, *, subject: str) -> di
         raise UsageError(f"{subject}: {error}") from None
 
 
-def _form(example: Example) -> tuple[Any, ...]:
+def _form(example: Example) -> tuple[object, ...]:
     """Equal for prompts that a template renders alike: roles, types of content, calls, and whether there are tools."""
-    form: list[Any] = [bool(example.tools)]
+    form: list[object] = [bool(example.tools)]
     if isinstance(example.prompt, list):
         for message in example.prompt:
             form.append((message["role"], type(message.get("content")), bool(message.get("tool_calls"))))

@@ -88,12 +88,12 @@ TRL_TENSOR_PARALLEL = when(
     lambda combination: getattr(combination.settings, "vllm_tensor_parallel_size", 1) > 1,
 )
 # TRL's comparisons of the rollout's probabilities with the trainer's, each with the values that turn it off.
-_COMPARISONS_OFF: dict[str, tuple[Any, ...]] = {
+_COMPARISONS_OFF: dict[str, tuple[object, ...]] = {
     "vllm_importance_sampling_correction": (None, False),
     "off_policy_mask_threshold": (None,),
 }
 # The filters of sampling, each with the values that turn it off.
-_FILTERS_OFF: dict[str, tuple[Any, ...]] = {
+_FILTERS_OFF: dict[str, tuple[object, ...]] = {
     "top_p": (None, 1.0),
     "top_k": (None, 0, -1),
     "min_p": (None, 0.0),
@@ -121,7 +121,7 @@ def _changes_of_sampling(settings: object, *, correct_mask: bool) -> dict[str, A
     generation_kwargs = getattr(settings, "generation_kwargs", None) or {}
     params = SimpleNamespace(**{**getattr(settings, "__dict__", {}), **generation_kwargs})
     changes = logit_changes(params)
-    unchanged: dict[str, tuple[Any, ...]] = {"vllm_structured_outputs_regex": (None,)}
+    unchanged: dict[str, tuple[object, ...]] = {"vllm_structured_outputs_regex": (None,)}
     if not correct_mask:
         unchanged |= _FILTERS_OFF
     if "temperature" in generation_kwargs:  # the trainer divides its logits by TRL's own temperature
