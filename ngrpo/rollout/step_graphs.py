@@ -335,7 +335,8 @@ class StepGraphs:
         graph may compute the logits. The largest size comes first, so that the smaller ones find room in its pool.
         """
         scaled = logits.float()
-        self._rehearse(scaled, drawable=scaled)
+        # Filters work on a clone (`runners.py`), which drops the padding that the strides of vLLM's logits have.
+        self._rehearse(scaled, drawable=scaled.clone())
         self._rehearse(scaled, drawable=None)
         if logits.dtype != torch.float32:
             self._rehearse(logits, drawable=None)

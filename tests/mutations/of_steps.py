@@ -5,6 +5,7 @@ _GRAPHS = "rollout/test_step_graphs.py::test_a_step_has_its_own_greedy_tokens_an
 _GRAPHS += " rollout/test_step_graphs.py::test_the_tokens_of_a_step_are_out_of_reach_of_the_next_replay"
 _GRAPHS += " rollout/test_step_graphs.py::test_a_buffer_of_another_stride_ends_the_graphs_that_read_the_old_one"
 _GRAPHS += " rollout/test_step_graphs.py::test_a_graph_has_the_bits_of_its_parts"
+_GRAPHS += " rollout/test_step_graphs.py::test_filtered_logits_of_a_padded_vocabulary_have_the_strides_of_the_rehearsal"
 _MOVED = "rollout/test_step_graphs.py::test_a_state_that_has_moved_is_captured_anew"
 _MOVED_OUTPUT = "rollout/test_step_graphs.py::test_an_output_layer_that_has_moved_is_captured_anew"
 _OUTSIDE = "rollout/test_step_graphs.py::test_what_reads_logits_or_hidden_states_keeps_the_logits_outside"
@@ -28,6 +29,7 @@ MUTATIONS = {
             "graphs: first temperatures",
         ),
         ("        flat.copy_(values)\n", "", "graphs: the first run's columns are replayed"),
+        ("drawable=scaled.clone())", "drawable=scaled)", "graphs: filtered logits with the padding of vLLM's"),
         (
             "            self.forget()  # graphs have its address",
             "            pass  # graphs have its address",

@@ -197,6 +197,22 @@ def test_every_kind_of_step_is_captured_at_the_start(decoding: decode_step.Decod
         assert len(graphs._graphs) == 3 * len(graphs.sizes)
 
 
+def test_filtered_logits_of_a_padded_vocabulary_have_the_strides_of_the_rehearsal(
+    decoding: decode_step.Decoding,
+) -> None:
+    """With other strides all graphs would be compiled, and captured, again in the middle of a rollout."""
+    with torch.inference_mode():
+        graphs = decoding.perturber._graphs
+        graphs.forget()
+        padded = torch.zeros(16, 1088)[:, :1024]
+        graphs.rehearse(padded)
+        captured = len(graphs._graphs)
+        logits = Logits(padded, torch.ones(16), drawable=padded.clone(), greedy=None, hidden=None)
+        static = graphs._placed(logits, batch=16, size=16)
+        assert len(graphs._graphs) == captured
+        assert (static.scaled.stride(0), static.drawable.stride(0)) == (1088, 1024)
+
+
 def test_the_memory_of_an_old_pool_is_freed_before_a_new_one_is_made(
     monkeypatch: pytest.MonkeyPatch, decoding: decode_step.Decoding
 ) -> None:
