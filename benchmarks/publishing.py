@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ngrpo.machine.storage.result_folder import read_json, write_text
-from ngrpo.workbench.compare import results
+from ngrpo.workbench.compare import results, summaries
 from ngrpo.workbench.report import write_report
 
 Results = Mapping[str, Any]
@@ -98,7 +98,7 @@ def joined(first: Results, more: Results) -> Results:
         "repeated": [*first.get("repeated", ()), *repeated],
         "further_commands": [*first.get("further_commands", ()), more["command"]],
         "diagnosis": _joined_diagnosis(first["diagnosis"], more["diagnosis"]) if first["diagnosis"] else None,
-        "summary": results.summarise(
+        "summary": summaries.summarise(
             runs,
             [strategy["id"] for strategy in strategies],
             baseline,

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import gallery
-from ngrpo.workbench.compare import results
+from ngrpo.workbench.compare import results, summaries
 from ngrpo.workbench.evaluate.evaluation import unscored
 from ngrpo.workbench.report import write_report
 
@@ -49,7 +49,7 @@ def with_unscored(comparison: Mapping[str, Any]) -> dict[str, Any]:
     summary = []
     for row in comparison["summary"]:
         runs = [run for run in comparison["runs"] if run["strategy"] == row["strategy"]]
-        summary.append({**row, "unscored": results.mean_unscored(runs)})
+        summary.append({**row, "unscored": summaries.mean_unscored(runs)})
     complete = {
         **comparison,
         "summary": summary,

@@ -25,7 +25,7 @@ from benchmarks.markdown import table_lines
 from benchmarks.publishing import Results, comparisons, each_joined, publish, published
 from ngrpo.machine.storage import datafiles
 from ngrpo.workbench import statistics
-from ngrpo.workbench.compare.results import mean_unscored
+from ngrpo.workbench.compare.summaries import mean_unscored
 from ngrpo.workbench.report.values import shares
 from ngrpo.workbench.statistics import pass_at_k
 

@@ -77,7 +77,7 @@ MUTATIONS = {
     ("ngrpo/trainers/openrlhf/step_advantages.py", "trainers/openrlhf/test_step_faults.py"): [
         ("if values.amin() == values.amax():", "if False:", "equal advantages keep their rounding"),
     ],
-    ("ngrpo/workbench/compare/results.py", "workbench/compare/test_results.py"): [
+    ("ngrpo/workbench/compare/summaries.py", "workbench/compare/test_results.py"): [
         (
             "if not all(measure in run for run in runs):",
             "if sum(measure in run for run in ours) != sum(measure in run for run in baseline):",
@@ -134,7 +134,7 @@ MUTATIONS = {
     ("perturbations/neighbors/refresh.py", "perturbations/neighbors/test_refresh.py"): [
         ("self._every != 1", "self._every not in (None, 1)", "never: sets of the live matrix"),
     ],
-    ("ngrpo/workbench/compare/results.py", "workbench/test_statistics.py"): [
+    ("ngrpo/workbench/compare/summaries.py", "workbench/test_statistics.py"): [
         (
             "if abs(value) <= statistics.TIE and all_equal",
             "if value >= 0.0 and all_equal",

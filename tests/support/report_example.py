@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from ngrpo.workbench.compare import results
+from ngrpo.workbench.compare import summaries
 from tests.conftest import ROOT
 
 STRATEGIES = ("none", "neighbor", "gaussian sigma_of=vector", "gumbel")
@@ -27,7 +27,7 @@ def example(steps: int = 8, seeds: int = 3, strategies: Sequence[str] = STRATEGI
         **content,
         "strategies": [row for row in content["strategies"] if row["id"] in strategies],
         "runs": runs,
-        "summary": results.summarise(runs, strategies, "none"),
+        "summary": summaries.summarise(runs, strategies, "none"),
         "diagnosis": diagnosis(strategies),
     }
 

@@ -4,7 +4,7 @@
 import re
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -77,6 +77,11 @@ _UNITS = {
 }  # fmt: skip
 
 
+_CURRENCIES = {"€": "euro", "£": "pound", "¥": "yen"}
+Unit = tuple[str, int]
+"""A unit's name and its power: square meters are ``("m", 2)``."""
+
+
 class Clock(NamedTuple):
     """A time of day; ``half`` is ``a``, ``p`` or empty."""
 
@@ -100,7 +105,7 @@ class Answer:
     clock: Clock | None = None
     items: tuple[str, ...] = ()
     values: tuple[Value, ...] = ()
-    unit: tuple[str, int] | None = None
+    unit: Unit | None = None
     label: str | None = None
     form: str | None = field(default=None, compare=False)
 
@@ -111,40 +116,66 @@ def read(text: str, finished: bool = False) -> Answer | None:
 
     Kept, because responses to one problem often have the same answer.
     """
-    label = unit = None
+    label = None
     label_match = _LABEL.match(text)
     if label_match:
         label = next(filter(None, label_match.groups()))
         text = text[label_match.end() :] or label
-    currency = _CURRENCY.match(text)
-    if currency:
-        sign, symbol = currency.groups()
-        unit = ({"€": "euro", "£": "pound", "¥": "yen"}.get(symbol[-1], "dollar"), 1)
-        text = sign + text[currency.end() :]
+    currency = None
+    currency_match = _CURRENCY.match(text)
+    if currency_match:
+        sign, symbol = currency_match.groups()
+        currency = (_CURRENCIES.get(symbol[-1], "dollar"), 1)
+        text = sign + text[currency_match.end() :]
+
     plain = " ".join(re.sub(rf"(?:{TEXT}|^)\{{([^{{}}]*)\}}", r" \1 ", text).split())
-    time = _CLOCK.fullmatch(plain)
-    if time:
-        hours, minutes, half = time.groups()
-        clock = Clock(int(hours), int(minutes), (half or "").lower())
-        return Answer(clock=clock, label=label, form=f"{int(hours)}:{minutes}")
-    date = _DATE_OF_A_COUNTRY.fullmatch(plain)
-    if date:
-        day, sign, month, year = date.groups()
-        form = sign.join((str(int(day)), str(int(month)), year))
-        return Answer(words=(form,), label=label, form=form)
-    if AMOUNTS.fullmatch(plain):
-        amounts = []
-        for number, unit_name in AMOUNT.findall(plain):
-            singular = _singular(unit_name.lower())
-            amounts.append(f"{number} {_UNITS.get(singular, singular)}")
-        form = " ".join(amounts)
-        return Answer(words=(form,), label=label, form=form)
-    if _is_words(text, plain):
+    answer = _read_clock(plain) or _read_date(plain) or _read_amounts(plain)
+    if answer is None and _is_words(text, plain):
         words = _words(plain)
-        return Answer(words=words, label=label, form=", ".join(sorted(words))) if words else None
-    if _SCALE_LEFT.search(text) or _CHANGES_NUMBER.search(plain):
+        answer = Answer(words=words, form=", ".join(sorted(words))) if words else None
+    elif answer is None and not (_SCALE_LEFT.search(text) or _CHANGES_NUMBER.search(plain)):
+        answer = _read_values(text, currency, finished=finished)
+    return None if answer is None else replace(answer, label=label)
+
+
+def _read_clock(plain: str) -> Answer | None:
+    """A time of day, such as ``3:05 p.m.``; None for anything else."""
+    time = _CLOCK.fullmatch(plain)
+    if time is None:
         return None
-    text, unit = _without_unit(text, unit)
+    hours, minutes, half = time.groups()
+    clock = Clock(int(hours), int(minutes), (half or "").lower())
+    return Answer(clock=clock, form=f"{int(hours)}:{minutes}")
+
+
+def _read_date(plain: str) -> Answer | None:
+    """A date such as ``04/06/2024``, without leading zeros; None for anything else."""
+    date = _DATE_OF_A_COUNTRY.fullmatch(plain)
+    if date is None:
+        return None
+    day, sign, month, year = date.groups()
+    form = sign.join((str(int(day)), str(int(month)), year))
+    return Answer(words=(form,), form=form)
+
+
+def _read_amounts(plain: str) -> Answer | None:
+    """An amount in several units, such as ``5 feet 6 inches``; None for anything else."""
+    if not AMOUNTS.fullmatch(plain):
+        return None
+    amounts = []
+    for number, unit_name in AMOUNT.findall(plain):
+        singular = _singular(unit_name.lower())
+        amounts.append(f"{number} {_UNITS.get(singular, singular)}")
+    form = " ".join(amounts)
+    return Answer(words=(form,), form=form)
+
+
+def _read_values(text: str, currency: Unit | None, *, finished: bool) -> Answer | None:
+    """One or several expressions with their unit; None as :func:`read`.
+
+    ``currency``: the unit by a sign before the text, which a unit after the text replaces.
+    """
+    text, unit = _without_unit(text, currency)
     items = _items(text)
     if finished and unfinished(items):
         return None
@@ -156,7 +187,7 @@ def read(text: str, finished: bool = False) -> Answer | None:
         items = (text,)
         values = (joined,)
     form = ", ".join(sorted(canonical(value) or str(value) for value in values))
-    return Answer(items=items, values=values, unit=unit, label=label, form=form)
+    return Answer(items=items, values=values, unit=unit, form=form)
 
 
 def _words(plain: str) -> tuple[str, ...]:
@@ -178,7 +209,7 @@ def _is_words(text: str, plain: str) -> bool:
     return begins_with_word and not re.search(r"\d[A-Za-z]", plain)
 
 
-def _without_unit(text: str, unit: tuple[str, int] | None) -> tuple[str, tuple[str, int] | None]:
+def _without_unit(text: str, unit: Unit | None) -> tuple[str, Unit | None]:
     """The text without a unit at its end, and the unit with its power; ``unit`` where the text has none."""
     degrees = _DEGREES.search(text)
     if degrees:

@@ -60,14 +60,14 @@ def check_rewards(flags: Flags) -> None:
         )
     for source in sources:
         if source.endswith(".py"):
-            reader = _check_python(_FILE, source, _REWARD_FUNC)
+            reader = _label_reader(_FILE, source, _REWARD_FUNC)
             if isinstance(reader, ast.ImportFrom) and not flags.value(_LABELS):
                 raise UsageError(f"{_FILE} {source}: {_NO_LABELS}")
         elif not re.match("https?://[^/]", source):
             raise UsageError(f"{_FILE} {source}: must be a Python file, or an address such as http://localhost:5000.")
     agent = flags.value(_AGENT)
     if agent:
-        _check_python(_AGENT, agent, _EXECUTOR)
+        _label_reader(_AGENT, agent, _EXECUTOR)
 
 
 def check_server(address: str) -> None:
@@ -97,7 +97,7 @@ def label_note(flags: Flags) -> str | None:
     source = python_file(flags)
     if flags.value(_LABELS) or source is None:
         return None
-    if _check_python(_FILE, source, _REWARD_FUNC) is None:
+    if _label_reader(_FILE, source, _REWARD_FUNC) is None:
         return None
     return f"{_FILE} {source}: {_NO_LABELS}"
 
@@ -110,9 +110,9 @@ def check_scorer_name(name: str) -> None:
     if name.endswith(".py"):
         path = Path(name).expanduser()
         if not path.is_file():
-            near = nearest(path.name, [p.name for p in path.parent.glob("*.py")])
-            raise UsageError(f"scorer {name!r}: there is no such file.{near} Give an existing Python file.")
-        _check_python("scorer", str(path), _REWARD_FUNC)
+            hint = nearest(path.name, [neighbor.name for neighbor in path.parent.glob("*.py")])
+            raise UsageError(f"scorer {name!r}: there is no such file.{hint} Give an existing Python file.")
+        _label_reader("scorer", str(path), _REWARD_FUNC)
     elif name not in BUILT_IN and not name.startswith(OF_TASK):
         raise UsageError(
             f"unknown scorer {name!r}.{nearest(name, BUILT_IN)} Scorers: {', '.join(BUILT_IN)}, task:NAME, or a Python"
@@ -120,36 +120,62 @@ def check_scorer_name(name: str) -> None:
         )
 
 
-def _check_python(flag: str, path: str, needed: str) -> ast.AST | None:
-    """What reads labels in the file that ``flag`` names: the user's function, or the import of one of ours; else None.
+def _label_reader(flag: str, path: str, needed: str) -> ast.AST | None:
+    """What reads labels in a file, which is checked: the user's function, or the import of one of ours; else None.
+
+    Args:
+        flag: names the file.
+        path: the file.
+        needed: the function or class that OpenRLHF calls, with its arguments.
 
     Raises:
         UsageError: for a file that is not Python, lacks ``needed`` or a module that it imports, or defines something
             that OpenRLHF cannot call.
     """
     subject = f"{flag} {path}"
+    file = Path(path)
     name = needed.partition("(")[0]
-    try:
-        source = Path(path).read_bytes()
-        tree = ast.parse(source)
-    except OSError as error:
-        near = "" if Path(path).exists() else nearest(Path(path).name, [p.name for p in Path(path).parent.glob("*.py")])
-        raise UsageError(f"{subject}: cannot be read ({error.strerror}).{near} Give an existing Python file.") from None
-    except (SyntaxError, ValueError, RecursionError) as error:
-        where = f"line {error.lineno}: {error.msg}" if isinstance(error, SyntaxError) else str(error)
-        raise UsageError(f"{subject}: is not Python ({where}). Correct it.") from None
+    source = _source(subject, file)
+    tree = _parsed(subject, source)
     names = _names(tree)
     if name not in names and "*" not in names:
         raise UsageError(f"{subject}: does not define {needed}.{nearest(name, names)} Name it so.")
     if b"sys.path" not in source:  # a file that changes it may find modules that we do not
-        _check_imports(subject, tree, Path(path).resolve().parent)
+        _check_imports(subject, tree, file.resolve().parent)
 
     node = names.get(name)
     if isinstance(node, ast.ImportFrom):
         is_ours = (node.module or "").startswith("ngrpo.")
         return node if is_ours else None  # all rewards of ours read labels
-    if not isinstance(node, Definition) or node.decorator_list:
+    if not isinstance(node, Definition) or node.decorator_list:  # such as a name that is assigned: only a run tells
         return None
+    _check_definition(subject, node, needed)
+    return node if _reads_labels(node) else None
+
+
+def _source(subject: str, file: Path) -> bytes:
+    """The text of a user's file; ``UsageError``, with the nearest name, for one that cannot be read."""
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        hint = ""
+        if not file.exists():
+            hint = nearest(file.name, [neighbor.name for neighbor in file.parent.glob("*.py")])
+        raise UsageError(f"{subject}: cannot be read ({error.strerror}).{hint} Give an existing Python file.") from None
+
+
+def _parsed(subject: str, source: bytes) -> ast.Module:
+    """The tree of a user's file; ``UsageError`` for a text that is not Python."""
+    try:
+        return ast.parse(source)
+    except (SyntaxError, ValueError, RecursionError) as error:
+        where = f"line {error.lineno}: {error.msg}" if isinstance(error, SyntaxError) else str(error)
+        raise UsageError(f"{subject}: is not Python ({where}). Correct it.") from None
+
+
+def _check_definition(subject: str, node: Definition, needed: str) -> None:
+    """Raises ``UsageError`` for a reward function, or an agent's class, that OpenRLHF cannot call."""
+    name = needed.partition("(")[0]
     if needed == _REWARD_FUNC and isinstance(node, ast.AsyncFunctionDef):
         raise UsageError(
             f"{subject}: line {node.lineno}: {name} is async, and OpenRLHF does not await what it returns. Write it"
@@ -167,7 +193,6 @@ def _check_python(flag: str, path: str, needed: str) -> ast.AST | None:
         )
     if needed == _EXECUTOR and not (isinstance(node, ast.ClassDef) and node.bases):
         raise UsageError(f"{subject}: line {node.lineno}: {name} must be a class that inherits from AgentExecutorBase.")
-    return node if _reads_labels(node) else None
 
 
 def _names(tree: ast.AST) -> dict[str, ast.AST]:

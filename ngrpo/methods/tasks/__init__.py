@@ -188,28 +188,41 @@ def score(problem: Problem, text: str, *, prompt: str | None = None, end: str = 
         return check_math(problem.answer, response)
     if problem.scorer == "choice":
         return check_choice(problem.answer, response, problem.meta.get("options"))
-    label = problem.meta.get("label", problem.answer)
     check_scorer(problem.scorer)
     if problem.scorer == "reasoning_gym" or problem.scorer.startswith(OF_TASK):
-        # The task's own reward, so that evaluation and training agree on every response.
-        task = _module(problem.scorer.removeprefix(OF_TASK).partition(":")[0])
-        reward = float(task.score(response, label))
-        is_right = reward >= getattr(task, "RIGHT_FROM", FULL_SCORE)
-        return Verdict.of(is_right, task.final_answer(response), reward)
+        return _score_by_task(problem, response)
+    result = _call_reward_file(problem, prompt + text + end, prompt)
+    # OpenRLHF takes the reward for the score where a reward function returns no score, or None.
+    score_of_response = result["rewards"] if result.get("scores") is None else result["scores"]
+    return Verdict.of(score_of_response >= FULL_SCORE, last_statement(response), result["rewards"])
+
+
+def _label(problem: Problem) -> Any:
+    """The label as the dataset has it, where the problem's answer is only a part of it."""
+    return problem.meta.get("label", problem.answer)
+
+
+def _score_by_task(problem: Problem, response: str) -> Verdict:
+    """The verdict by the task's own reward, so that evaluation and training agree on every response."""
+    task = _module(problem.scorer.removeprefix(OF_TASK).partition(":")[0])
+    reward = float(task.score(response, _label(problem)))
+    is_right = reward >= getattr(task, "RIGHT_FROM", FULL_SCORE)
+    return Verdict.of(is_right, task.final_answer(response), reward)
+
+
+def _call_reward_file(problem: Problem, query: str, prompt: str) -> dict[str, Any]:
+    """What a user's reward function returns for a response; ``UsageError`` for a file that fails."""
     try:
         reward_func = reward_calls.load(problem.scorer)
     except (Exception, SystemExit) as error:
         raise UsageError(f"scorer {problem.scorer}: {type(error).__name__}: {error}. Correct the file.") from error
+    raw_label = problem.meta.get("raw_label", _label(problem))  # as training gives it
     try:
-        raw_label = problem.meta.get("raw_label", label)  # as training gives it
-        result = reward_calls.call(reward_func, prompt + text + end, prompt, raw_label, reward_calls.seconds_allowed())
+        return reward_calls.call(reward_func, query, prompt, raw_label, reward_calls.seconds_allowed())
     except reward_calls.RewardFault as fault:
         raise UsageError(
             f"scorer {problem.scorer}: reward_func {fault}, for problem {problem.id!r}. {reward_calls.FIX}"
         ) from fault
-    # OpenRLHF takes the reward for the score where a reward function returns no score, or None.
-    score_of_response = result["rewards"] if result.get("scores") is None else result["scores"]
-    return Verdict.of(score_of_response >= FULL_SCORE, last_statement(response), result["rewards"])
 
 
 def check_problems(problems: Sequence[Problem]) -> None:

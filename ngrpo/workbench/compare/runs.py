@@ -110,24 +110,29 @@ def identity(plan: Plan, run: Run) -> str:
     weights), the versions, and the user's choice of vLLM's model runner.
     """
     config = run_config(plan, run, Path())
-    flags = list(Flags(config.openrlhf))
-    named = [config.task or "", *(plan.evaluation or ())]
-    for flag in flags:
-        named += flag.values
+    words = [config.task or "", *(plan.evaluation or ())]
+    for flag in Flags(config.openrlhf):
+        words += flag.values
     for spec in config.specs.values():
-        named += _possible_paths(spec)
-    files = contents(named)
+        words += _possible_paths(spec)
+    digests = {**contents(words), **_weights_of_models(config)}
+    chosen_runner = os.environ.get("VLLM_USE_V2_MODEL_RUNNER")
+    causes = [config.flags(), plan.evaluation, digests, versions(chosen_runner)]
+    return hashlib.sha256(json.dumps(causes, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _weights_of_models(config: RunConfig) -> dict[str, str]:
+    """The fingerprint of each model's folder that the flags name, by its name."""
     models: set[str] = set()
-    for flag in flags:
+    for flag in Flags(config.openrlhf):
         if flag.name.endswith(MODEL_NAMES) and flag.values:
             models |= set(flag.values[0].split(","))
+    fingerprints = {}
     for model in models - set(packaged.PACKAGED):
-        weights = packaged.fingerprint(model)
-        if weights is not None:
-            files[model] = weights
-    chosen = versions(os.environ.get("VLLM_USE_V2_MODEL_RUNNER"))
-    causes = json.dumps([config.flags(), plan.evaluation, files, chosen], sort_keys=True)
-    return hashlib.sha256(causes.encode()).hexdigest()[:16]
+        fingerprint = packaged.fingerprint(model)
+        if fingerprint is not None:
+            fingerprints[model] = fingerprint
+    return fingerprints
 
 
 def _possible_paths(spec: Mapping[str, Any]) -> list[str]:
@@ -231,33 +236,32 @@ def command(argv: Sequence[str], log: Path, lock: int, on_step: OnStep | None = 
             start_new_session=True,
             preexec_fn=_die_with_parent,
         )
-    peak = 0
-    next_reading = time.monotonic() + _MEMORY_EVERY_SECONDS
+    memory = _PeakMemory(process.pid)
     try:
-        # Without `on_step` the lines are passed over, and the loop only waits for the end of the process.
-        followed = log.with_name(PROGRESS) if on_step else log
-        for line in follow(followed, lambda: process.poll() is not None):
-            began = time.monotonic()
-            if on_step and began >= next_reading:
-                peak = max(peak, _memory(process.pid))
-                ended = time.monotonic()
-                next_reading = ended + max(_MEMORY_EVERY_SECONDS, (ended - began) / _MEMORY_SHARE)
-            if on_step and line:
-                on_step(json.loads(line))
+        if on_step is None:
+            process.wait()
+        else:
+            for line in follow(log.with_name(PROGRESS), lambda: process.poll() is not None):
+                memory.read_if_due()
+                if line:
+                    on_step(json.loads(line))
     finally:
-        # Where an exception such as Ctrl-C has left the loop, the process still runs: interrupt it and its children,
-        # and kill them if they do not end.
-        for sign, patience in ((signal.SIGINT, _GRACE_SECONDS), (signal.SIGKILL, None)):
-            if process.poll() is None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, sign)
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(patience)
+        _end(process)
     if process.returncode != 0:
         raise CommandFailed(_failure(log, process.returncode))
-    if os.environ.get("RAY_ADDRESS"):
+    if os.environ.get("RAY_ADDRESS"):  # the processes of a cluster are no children of this one
         return None
-    return peak or None
+    return memory.peak or None
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Ends a command that still runs, as after Ctrl-C here, with its children: interrupts it, then kills it."""
+    for sign, patience in ((signal.SIGINT, _GRACE_SECONDS), (signal.SIGKILL, None)):
+        if process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, sign)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(patience)
 
 
 def _failure(log: Path, code: int) -> str:
@@ -276,6 +280,28 @@ def _die_with_parent() -> None:
     """In the child: Linux sends it SIGTERM when the comparison dies."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+
+
+class _PeakMemory:
+    """The largest sum of :func:`_memory` of a process, read now and then.
+
+    Attributes:
+        peak: in bytes; 0 before the first reading.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self.peak = 0
+        self._pid = pid
+        self._next_reading = time.monotonic() + _MEMORY_EVERY_SECONDS
+
+    def read_if_due(self) -> None:
+        """Reads the memory, unless the last reading was a short time ago by :data:`_MEMORY_SHARE`."""
+        began = time.monotonic()
+        if began < self._next_reading:
+            return
+        self.peak = max(self.peak, _memory(self._pid))
+        ended = time.monotonic()
+        self._next_reading = ended + max(_MEMORY_EVERY_SECONDS, (ended - began) / _MEMORY_SHARE)
 
 
 def _memory(pid: int) -> int:

@@ -18,6 +18,7 @@ from scipy import stats
 from benchmarks import coverage, pooled, publishing, study, trap_results
 from ngrpo.workbench import statistics
 from ngrpo.workbench.compare import results as comparison
+from ngrpo.workbench.compare import summaries
 from tests.conftest import ROOT
 from tests.support.report_example import example
 
@@ -127,7 +128,7 @@ def part(results: dict[str, Any], seeds: set[int]) -> dict[str, Any]:
     """Those runs of a comparison that have one of the seeds."""
     runs = [run for run in results["runs"] if run["seed"] in seeds]
     names = [strategy["id"] for strategy in results["strategies"]]
-    return {**results, "runs": runs, "summary": comparison.summarise(runs, names, results["baseline"])}
+    return {**results, "runs": runs, "summary": summaries.summarise(runs, names, results["baseline"])}
 
 
 def test_parts_of_a_study_are_joined_to_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,7 +286,7 @@ def test_published_results_are_computed_again() -> None:
         results = json.loads(gzip.decompress(file.read_bytes()))
         threshold = results["summary"][0].get("above", {}).get("threshold")
         names = [strategy["id"] for strategy in results["strategies"]]
-        computed = leaves(comparison.summarise(results["runs"], names, results["baseline"], threshold))
+        computed = leaves(summaries.summarise(results["runs"], names, results["baseline"], threshold))
         for path, published in leaves(results["summary"]).items():
             if computed.get(path, ()) != published:
                 changes.append((path, published, computed[path]))

@@ -9,7 +9,7 @@ import pytest
 from scipy import stats
 
 from ngrpo.workbench import statistics
-from ngrpo.workbench.compare import results
+from ngrpo.workbench.compare import summaries
 
 
 def test_one_seed_resamples_the_problems_and_says_so() -> None:
@@ -86,9 +86,9 @@ def test_equal_tables_are_equal_and_not_different() -> None:
     assert result["low"] is None
     assert result["p"] == 1.0
     assert result["detectable"] is None
-    assert results.verdict(result, "Mean@8", "none", 2) == "equal to none in Mean@8 with every seed"
+    assert summaries.verdict(result, "Mean@8", "none", 2) == "equal to none in Mean@8 with every seed"
     rounded = {**result, "value": -1e-17}
-    assert results.verdict(rounded, "Mean@8", "none", 2) == "equal to none in Mean@8 with every seed"
+    assert summaries.verdict(rounded, "Mean@8", "none", 2) == "equal to none in Mean@8 with every seed"
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_seeds_that_differ_by_the_same(table: np.ndarray, p: float, verdict: str
     assert result["low"] is None
     assert result["high"] is None
     assert result["detectable"] is None
-    assert results.verdict(result, "Mean@8", "none", len(table)).startswith(verdict)
+    assert summaries.verdict(result, "Mean@8", "none", len(table)).startswith(verdict)
 
 
 @pytest.mark.parametrize("least", [1.0, 0.5])
@@ -378,7 +378,7 @@ def over_problems(value: float, low: float) -> dict[str, Any]:
     ],
 )
 def test_verdicts(difference: dict | None, seeds: int, expected: str) -> None:
-    assert expected in results.verdict(difference, "Mean@8", "none", seeds)
+    assert expected in summaries.verdict(difference, "Mean@8", "none", seeds)
 
 
 @pytest.mark.parametrize(("low", "high"), [(0.0, 0.2), (-0.2, 0.0)])

@@ -10,7 +10,7 @@ import pytest
 
 from ngrpo.commands import compare as command
 from ngrpo.machine.storage.result_folder import CannotWrite, write_json
-from ngrpo.workbench.compare import results, runs
+from ngrpo.workbench.compare import results, runs, summaries
 from ngrpo.workbench.compare.plan import Plan
 from ngrpo.workbench.compare.runs import ComparisonFolder, identity, status
 from ngrpo.workbench.report import write_report
@@ -387,13 +387,13 @@ def test_a_trained_model_is_discarded_once_it_is_evaluated(
 def test_a_difference_is_of_the_runs_that_both_arms_have() -> None:
     run = {"mean_at_n": {"p": 0.5}}
     missing: dict[str, Any] = {}
-    assert results._differences([run, missing], [missing, run]) == {"mean_at_n": None, "pass_at_k": {}}
+    assert summaries._differences([run, missing], [missing, run]) == {"mean_at_n": None, "pass_at_k": {}}
 
 
 def test_a_difference_is_of_the_problems_that_both_runs_have() -> None:
     two_problems = {"mean_at_n": {"p0": 1.0, "p1": 0.0}}
     one_problem = {"mean_at_n": {"p0": 0.5}}
-    difference = results._differences([two_problems], [one_problem])["mean_at_n"]
+    difference = summaries._differences([two_problems], [one_problem])["mean_at_n"]
     assert difference["value"] == 0.5
 
 
@@ -404,7 +404,7 @@ def test_costs_are_of_the_same_seed_and_without_the_first_step() -> None:
     ours = {1: run(30, 10.0, 90.0, 100.0)}
     baseline = {0: run(10), 1: run(20)}
 
-    cost = results._cost(ours, baseline, [1])
+    cost = summaries._cost(ours, baseline, [1])
 
     # 30 of seed 1's 20; (90 + 100) / 2 without the first step, and the baseline has no steps.
     assert cost["memory_bytes"] == {"value": 30.0, "ratio": 1.5}
@@ -454,7 +454,7 @@ def five_seeds() -> list[dict[str, Any]]:
 
 def test_runs_above_a_threshold_are_counted(five_seeds: list[dict[str, Any]]) -> None:
     """Exactly the threshold is not above it, what failed is no run, and p is Holm's over the arms."""
-    rows = results.summarise(five_seeds, ["none", "away", "some"], "none", 0.8)
+    rows = summaries.summarise(five_seeds, ["none", "away", "some"], "none", 0.8)
 
     none, away, some_above = (row["above"] for row in rows)
     assert none == {"threshold": 0.8, "runs": 0, "of": 5}
@@ -471,13 +471,13 @@ def test_runs_above_a_threshold_are_counted(five_seeds: list[dict[str, Any]]) ->
 
 
 def test_runs_above_a_threshold_in_words(five_seeds: list[dict[str, Any]]) -> None:
-    none, away, _ = results.summarise(five_seeds, ["none", "away", "some"], "none", 0.8)
+    none, away, _ = summaries.summarise(five_seeds, ["none", "away", "some"], "none", 0.8)
     assert none["verdict"].endswith("the baseline; 0 of 5 runs end above 0.8")
     assert "5 of 5 runs end above 0.8, of none 0 of 5 (Fisher's exact p 0.0079, 0.016 corrected" in away["verdict"]
 
 
 def test_without_a_threshold_no_runs_are_counted(five_seeds: list[dict[str, Any]]) -> None:
-    rows = results.summarise(five_seeds, ["none", "away", "some"], "none")
+    rows = summaries.summarise(five_seeds, ["none", "away", "some"], "none")
     assert len(rows) == 3
     assert all("above" not in row for row in rows)
 
@@ -487,7 +487,7 @@ def test_the_clearest_difference_is_better_on_the_page_too(tmp_path: Path) -> No
     none_right = [finished_run("none", seed, 0) for seed in range(6)]
     all_right = [finished_run("away", seed, 10) for seed in range(6)]
     runs_of_both = [*none_right, *all_right]
-    rows = results.summarise(runs_of_both, ["none", "away"], "none")
+    rows = summaries.summarise(runs_of_both, ["none", "away"], "none")
     assert rows[1]["verdict"] == "better: Mean@10 +1.000 against none with each of 6 seeds (p 0.031)"
 
     data = {
