@@ -16,13 +16,15 @@ RunResult = Mapping[str, Any]
 """One of the runs of results.json."""
 Runs = Mapping[int, RunResult]
 """The runs of one arm, as in results.json, by seed."""
+SummaryRow = dict[str, Any]
+"""The entry of one arm in ``summary``."""
 Scores = Mapping[str, Mapping[str, float]]
 """Of one run: by measure, its value for each problem."""
 
 
 def summarise(
-    runs: Sequence[Mapping[str, Any]], arms: Sequence[str], baseline: str, threshold: float | None = None
-) -> list[dict[str, Any]]:
+    runs: Sequence[RunResult], arms: Sequence[str], baseline: str, threshold: float | None = None
+) -> list[SummaryRow]:
     """One row per arm: means with intervals, paired differences to the baseline, costs, a verdict.
 
     Differences are of evaluations only: training rewards are of rollouts that each arm draws in its own way. For each
@@ -37,7 +39,7 @@ def summarise(
             it ``of`` the evaluated ones, and except for the baseline Fisher's exact ``p`` and ``p_corrected``.
             Counts are not paired. They say more than means where a run either finds the better way or does not.
     """
-    done_runs: dict[str, dict[int, Mapping[str, Any]]] = {arm: {} for arm in arms}
+    done_runs: dict[str, dict[int, RunResult]] = {arm: {} for arm in arms}
     failed: dict[str, list[int]] = {arm: [] for arm in arms}
     for run in runs:
         if run["strategy"] not in done_runs:
@@ -68,7 +70,7 @@ def summarise(
     return rows
 
 
-def _correct_differences(rows: Sequence[Mapping[str, Any]], *, comparisons: int) -> None:
+def _correct_differences(rows: Sequence[SummaryRow], *, comparisons: int) -> None:
     """Corrects the p-values of each measure, Mean@n and every Pass@k, for the number of comparisons."""
     differences = [row["difference"] for row in rows if row["difference"] is not None]
     means = [difference["mean_at_n"] for difference in differences if difference["mean_at_n"] is not None]
@@ -78,7 +80,7 @@ def _correct_differences(rows: Sequence[Mapping[str, Any]], *, comparisons: int)
         statistics.correct(of_k, comparisons)
 
 
-def _verdict_of_row(row: Mapping[str, Any], baseline: str, *, seeds: int, failed: Mapping[str, Sequence[int]]) -> str:
+def _verdict_of_row(row: SummaryRow, baseline: str, *, seeds: int, failed: Mapping[str, Sequence[int]]) -> str:
     """The verdict on an arm's Mean@n, with the failed runs of the arm and of the baseline, by their seeds."""
     difference = None if row["difference"] is None else row["difference"]["mean_at_n"]
     text = verdict(difference, f"Mean@{row['n']}", baseline, seeds)
@@ -99,7 +101,7 @@ def _above(runs: Runs, threshold: float) -> dict[str, Any]:
     return {"threshold": threshold, "runs": sum(score > threshold for score in scores), "of": len(scores)}
 
 
-def _compare_counts(rows: Sequence[dict[str, Any]], baseline: str) -> None:
+def _compare_counts(rows: Sequence[SummaryRow], baseline: str) -> None:
     """Adds Fisher's exact test against the baseline to the counts ``above`` a threshold, and to the verdicts."""
     from scipy.stats import fisher_exact
 
@@ -115,9 +117,7 @@ def _compare_counts(rows: Sequence[dict[str, Any]], baseline: str) -> None:
         row["verdict"] += f", of {baseline} {base['runs']} of {base['of']} (Fisher's exact p {p:.2g}{correction})"
 
 
-def _row(
-    arm: str, runs: Runs, baseline_runs: Runs, *, is_baseline: bool, failed_seeds: Sequence[int]
-) -> dict[str, Any]:
+def _row(arm: str, runs: Runs, baseline_runs: Runs, *, is_baseline: bool, failed_seeds: Sequence[int]) -> SummaryRow:
     """An arm in ``summary`` of results.json, from its finished runs and the baseline's."""
     seeds = sorted(runs)
     shared_seeds = sorted(runs.keys() & baseline_runs.keys())
@@ -149,7 +149,7 @@ def mean_unscored(runs: Iterable[RunResult]) -> dict[str, float | None]:
     return {key: statistics.mean_of_known(run_shares[key] for run_shares in shares_by_run) for key in UNSCORED}
 
 
-def _rewards(run: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+def _rewards(run: RunResult) -> dict[str, dict[str, float]]:
     """The mean reward of a run's first and last quarter of steps, and its change; each for one unnamed problem."""
     rewards = [step["reward"] for step in run["steps"]]
     if not rewards:
@@ -160,7 +160,7 @@ def _rewards(run: Mapping[str, Any]) -> dict[str, dict[str, float]]:
     return {"reward_first": {"": first}, "reward_last": {"": last}, "reward_change": {"": last - first}}
 
 
-def _scores(run: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+def _scores(run: RunResult) -> dict[str, dict[str, float]]:
     """Mean@n and each Pass@k of a run's evaluation, for each problem."""
     evaluation = run["evaluation"]
     if not evaluation or not evaluation["problems"]:
@@ -229,7 +229,7 @@ def _with_pass_at_k(intervals: Mapping[str, Any]) -> dict[str, Any]:
 def _cost(mine: Runs, theirs: Runs, shared_seeds: list[int]) -> dict[str, Any]:
     """Medians over steps and seeds; ratios are of runs with the same seed. The first step warms up and is left out."""
 
-    def spent(run: Mapping[str, Any], key: str) -> float | None:
+    def spent(run: RunResult, key: str) -> float | None:
         if key == "memory_bytes":
             return run["peak_memory_bytes"]
         steps = run["steps"][1:] or run["steps"]
