@@ -95,8 +95,3 @@ def of_placement(flag: str, complete: CompleteRun) -> str:
 def of_task(flag: str, complete: CompleteRun) -> str:
     """What of the task the flag names."""
     return f"--task {complete.run.task}: {_TASK.get(flag, 'a setting that comes with it')}"
-
-
-def of_limits(flag: str, complete: CompleteRun) -> str:
-    """The limit of the data's rows."""
-    return "the last step of a pass would hang with all rows"

@@ -2,13 +2,12 @@
 """Whether the sizes of a step fit each other, the ranks and the rows of the data: checks, and warnings."""
 
 from collections.abc import Iterator
-from contextlib import suppress
 from math import ceil
 
 from ngrpo.config import datasources
 from ngrpo.config.input_checks import rows_of
 from ngrpo.machine.upstream import placement
-from ngrpo.machine.upstream.openrlhf_flags import DATASETS, Default, Flags
+from ngrpo.machine.upstream.openrlhf_flags import DATASETS, Flags
 from ngrpo.machine.upstream.rollout_sizes import prompts_of_step
 from perturbations.errors import UsageError, nearest
 
@@ -132,8 +131,8 @@ def _has_equal_shares(args: placement.Args, role: str, groups: int, responses: i
     return len(trained_batches) == 1
 
 
-def _may_hang(args: placement.Args) -> bool:
-    """Whether a step of fewer prompts than a whole one may hang."""
+def _may_leave_prompts_out(args: placement.Args) -> bool:
+    """Whether the responses of a step of fewer prompts than a whole one may not divide over the ranks."""
     return not all(trains_on_all_ranks(args, prompts) for prompts in range(1, _prompts_per_step(args)))
 
 
@@ -146,66 +145,47 @@ def _row_count(flags: Flags, args: placement.Args) -> int | None:
     return min(limit, sum(min(limit, count) for count in counts))
 
 
-def _largest_fitting(args: placement.Args, rows: int) -> int:
-    """The largest number of rows, at most ``rows``, of which no step hangs."""
-    prompts = _prompts_per_step(args)
-    for count in range(rows, 0, -1):
-        last_step = count % prompts
-        if last_step == 0 or trains_on_all_ranks(args, last_step):
-            return count
-    return 0
-
-
-def row_limit(flags: Flags) -> dict[str, Default]:
-    """``--data.max_samples`` where the last step of a pass would hang."""
-    with suppress(UsageError):  # which `check_batches` raises again as a rule of its own
-        args = flags.args
-        check_batches(args)
-        if flags.has(_ROWS) or not _may_hang(args):
-            return {}
-        rows = _row_count(flags, args)
-        if rows is None:
-            return {}
-        fitting = _largest_fitting(args, rows)
-        if fitting not in (0, rows):
-            return {_ROWS: str(fitting)}
-    return {}
-
-
 def fitting_prompts(flags: Flags, prompts: int) -> int:
     """The greatest number of prompts, at most ``prompts``, whose responses train on all ranks in one step."""
     args = flags.args
     return next((count for count in range(prompts, 0, -1) if trains_on_all_ranks(args, count)), 0)
 
 
+def _left_out(flags: Flags, rows: int) -> int:
+    """Rows that each pass leaves out, since its last step does not divide over the ranks (`samples_generator.py`)."""
+    last_prompts = rows % _prompts_per_step(flags.args)
+    return last_prompts - fitting_prompts(flags, last_prompts)
+
+
 def check_rows(flags: Flags) -> None:
-    """Raises ``UsageError`` for rows that fill no batch, or with which the last step would hang.
+    """Raises ``UsageError`` for so few rows that no step would update the weights.
 
     OpenRLHF counts a run's steps in whole batches of a pass, and its learning rate ends with them.
     """
     args = flags.args
-    prompts = _prompts_per_step(args)
     responses_per_prompt = args["rollout.n_samples_per_prompt"]
     batch = args["train.batch_size"]
     rows = _row_count(flags, args)
-    passes = 1
-    if prompts * responses_per_prompt % batch:  # a remainder goes into the next epoch or step (`run_notes.batch_notes`)
-        passes = args["train.max_epochs"] * args["train.num_episodes"]
-    if rows is not None and rows * responses_per_prompt * passes < batch:
-        raise UsageError(
-            f"{rows} rows × --rollout.n_samples_per_prompt {responses_per_prompt} are fewer responses than"
-            f" --train.batch_size {batch}, so no step would update the weights. Give more rows, or --train.batch_size"
-            f" {rows * responses_per_prompt}."
-        )
-    if rows is None or not _may_hang(args):  # what fits no ranks is left out of the last step (`samples_generator.py`)
+    if rows is None:
         return
-    fitting = _largest_fitting(args, rows)
-    if fitting != rows:
-        fix = f"a smaller --rollout.batch_size than {prompts}, or more rows" if fitting == 0 else f"{_ROWS} {fitting}"
+    passes = 1
+    # A remainder goes into the next epoch or step (`run_notes.batch_notes`).
+    if _prompts_per_step(args) * responses_per_prompt % batch:
+        passes = args["train.max_epochs"] * args["train.num_episodes"]
+    left_out = _left_out(flags, rows)
+    responses = (rows - left_out) * responses_per_prompt
+    if responses * passes >= batch:
+        return
+    too_few = f"are fewer responses than --train.batch_size {batch}, so no step would update the weights"
+    if left_out:
         raise UsageError(
-            f"the last step of {rows} rows has {rows % prompts} prompts × {responses_per_prompt} responses, which do"
-            f" not divide over the ranks ({_ranks(args)}): it would hang. Fix: {fix}."
+            f"{rows} rows, of which {left_out} do not divide over the ranks ({_ranks(args)}), ×"
+            f" --rollout.n_samples_per_prompt {responses_per_prompt} {too_few}. Give more rows."
         )
+    raise UsageError(
+        f"{rows} rows × --rollout.n_samples_per_prompt {responses_per_prompt} {too_few}. Give more rows, or"
+        f" --train.batch_size {responses}."
+    )
 
 
 def _ranks(args: placement.Args) -> str:
@@ -283,15 +263,19 @@ def best_metric_notes(flags: Flags) -> Iterator[str]:
 
 
 def last_step_notes(flags: Flags) -> Iterator[str]:
-    """Warnings about the last step of a pass: rows that are left out, or prompts."""
+    """A warning where the last step of a pass leaves out prompts (`samples_generator.py`)."""
     args = flags.args
-    if _ROWS in flags.added:
+    rows = _row_count(flags, args)
+    # A step of dynamic batches needs one response for each rank, and no equal number of micro-batches.
+    fix = "" if args["train.dynamic_batch_enable"] else " --train.dynamic_batch_enable leaves out fewer."
+    if args["algo.dynamic_filtering_enable"]:
+        if _may_leave_prompts_out(args):
+            yield (
+                "--algo.dynamic_filtering_enable: the last step takes the remaining prompts, and leaves those out whose"
+                f" responses do not divide over the ranks ({_ranks(args)}).{fix}"
+            )
+    elif rows is not None and _left_out(flags, rows):
         yield (
-            f"{_ROWS} {flags.value(_ROWS)} is added, since the last step of a pass would hang with responses that do"
-            f" not divide over the ranks ({_ranks(args)})."
-        )
-    if args["algo.dynamic_filtering_enable"] and _may_hang(args):
-        yield (
-            "--algo.dynamic_filtering_enable: the last step takes the remaining prompts, and leaves those out whose"
-            " responses do not divide over the ranks. Add --train.dynamic_batch_enable, which trains them."
+            f"the last step of a pass leaves out {_left_out(flags, rows)} of its {rows % _prompts_per_step(args)}"
+            f" prompts, whose responses do not divide over the ranks ({_ranks(args)}).{fix}"
         )

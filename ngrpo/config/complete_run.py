@@ -16,7 +16,7 @@ from math import ceil
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ngrpo.config import added_flags, batch_checks, compatibility, flag_checks
+from ngrpo.config import added_flags, compatibility, flag_checks
 from ngrpo.config.feature_kinds import MODEL, Combination
 from ngrpo.config.kinds import run_level_kinds
 from ngrpo.config.run import OVERLONG, PRESETS, RunConfig
@@ -229,16 +229,11 @@ def of_task(complete: CompleteRun) -> dict[str, Default]:
     return {name: value for name, value in defaults.items() if not flags.has(*_IN_PLACE_OF_TASKS.get(name, ()))}
 
 
-def of_limits(complete: CompleteRun) -> dict[str, Default]:
-    """A limit of the data's rows, where the last step of a pass would hang with all of them."""
-    return batch_checks.row_limit(complete.flags)
-
-
 PRESET = Layer(of_preset, added_flags.of_preset)
 TASK = Layer(of_task, added_flags.of_task)
 ALGORITHM = (Layer(of_folder, added_flags.of_folder), Layer(of_methods, added_flags.of_methods), PRESET)
 MACHINE = (Layer(of_hardware, added_flags.of_hardware), Layer(of_placement, added_flags.of_placement))
-DATA = (TASK, Layer(of_limits, added_flags.of_limits))
+DATA = (TASK,)
 """The layers in their order: of several layers with one flag, the first one sets it."""
 
 

@@ -189,7 +189,7 @@ RULES = (
     ),
     Rule("data", "dataset and reward", check_data),
     Rule("data", "reward servers answer", check_servers),
-    Rule("data", "the last step of a pass", lambda complete: batch_checks.check_rows(complete.flags)),
+    Rule("data", "rows for a step", lambda complete: batch_checks.check_rows(complete.flags)),
     Rule(
         "data",
         "evaluation",

@@ -76,7 +76,8 @@ MUTATIONS = {
             "return sum(min(limit, count) for count in counts)",
             "rows: of several files beyond the limit",
         ),
-        ("responses_per_prompt * passes < batch", "responses_per_prompt < batch", "rows: episodes are not counted"),
+        ("if responses * passes >= batch:", "if responses >= batch:", "rows: episodes are not counted"),
+        ("(rows - left_out) * responses_per_prompt", "rows * responses_per_prompt", "rows: those left out count"),
         ("if rows is None or rows >= prompts:", "if rows is None or rows > prompts:", "rows: as many as a step takes"),
     ],
     ("ngrpo/machine/hardware/gpu_plan.py", _MEMORY): [

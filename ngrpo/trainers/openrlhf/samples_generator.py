@@ -56,8 +56,8 @@ class PerturbedSamplesGenerator(Upstream):
     def of_all_ranks(self, samples: list[Experience]) -> list[Experience]:
         """A step's samples without the last groups of a short one that do not divide over the ranks.
 
-        Ranks with fewer micro-batches than others would let these wait for ever. The last step of an episode has any
-        number of prompts where dynamic filtering replaces prompts, and of rows that a start cannot count.
+        Ranks with fewer micro-batches than others would let these wait forever. The last step of an episode may have
+        any number of prompts.
         """
         rollout = self.args.rollout
         prompts = len(samples) // rollout.n_samples_per_prompt
@@ -67,7 +67,7 @@ class PerturbedSamplesGenerator(Upstream):
         if fitting < prompts:
             print(
                 f"ngrpo: warning: {prompts - fitting} of the {prompts} prompts of a short step are not trained: their"
-                " responses do not divide over the ranks. --train.dynamic_batch_enable trains them.",
+                " responses do not divide over the ranks.",
                 flush=True,
             )
         return samples[: fitting * rollout.n_samples_per_prompt]

@@ -152,7 +152,6 @@ APART = "--actor.num_gpus_per_node 2 --vllm.num_engines 2"
             f"{APART} --ref.num_gpus_per_node 4 --train.dynamic_batch_enable --ds.packing_samples",
             "its batches for the 2 ranks of --actor, and the 4 of --ref do not divide them",
         ),
-        ("--data.max_samples 33", "the last step of 33 rows has 1 prompts × 4 responses, which do not"),
     ],
 )
 def test_plans_that_cannot_work(more: str, said: str) -> None:
@@ -252,14 +251,24 @@ class TestRows:
         planned = dataclasses.replace(run, machine=placement.planned("8x80", "-"), run_dir="runs/x")
         return complete_run.make(planned).flags
 
-    def test_rows_of_a_last_step_that_would_hang_are_left_out_and_said(self, tmp_path: Path) -> None:
-        """43 = 2 × 16 + 11: 44 answers go out as 7 × 6 + 2; of 10, 40 answers are 8 × 5."""
-        flags = self.flags(tmp_path, 43)
-        assert flags.value("--data.max_samples") == "42"
-        assert "--data.max_samples" in flags.added
-        assert "--data.max_samples 42 is added" in next(batch_checks.last_step_notes(flags))
+    def left_out(self, tmp_path: Path, rows: int, more: str = "") -> str:
+        """What a start warns of about the last step of a pass over these rows."""
+        return " ".join(batch_checks.last_step_notes(self.flags(tmp_path, rows, more)))
+
+    def test_prompts_of_a_last_step_that_do_not_divide_are_left_out_and_said(self, tmp_path: Path) -> None:
+        """43 = 2 × 16 + 11: 44 responses go out as 7 × 6 + 2; of 10 prompts, 40 responses are 8 × 5."""
+        assert "leaves out 1 of its 11 prompts" in self.left_out(tmp_path, 43)
         for rows in (32, 42, 34):
-            assert not self.flags(tmp_path, rows).has("--data.max_samples"), rows
+            assert not self.left_out(tmp_path, rows), rows
+
+    def test_rows_that_are_left_out_fill_no_batch(self, tmp_path: Path) -> None:
+        """Of 3 rows, 2 train in each pass: 3 passes are 24 responses, and 2 passes are 16."""
+        words = "--train.batch_size 24 --train.micro_batch_size 1 --train.num_episodes"
+        batch_checks.check_rows(self.flags(tmp_path, 3, f"{words} 3"))
+        with pytest.raises(
+            UsageError, match=r"3 rows, of which 1 do not divide over the ranks \(.*\), × .* 4 are fewer"
+        ):
+            batch_checks.check_rows(self.flags(tmp_path, 3, f"{words} 2"))
 
     def test_fewer_rows_than_a_step_takes_are_said(self, tmp_path: Path) -> None:
         one = "--actor.num_gpus_per_node 1 --train.num_episodes 2"
@@ -271,11 +280,11 @@ class TestRows:
             assert not batch_checks.few_rows_notes(self.flags(tmp_path, rows, one)), rows
 
     def test_one_rank_takes_any_number_and_dynamic_batches_agree_on_theirs(self, tmp_path: Path) -> None:
-        more = "--train.dynamic_batch_enable --ds.packing_samples"
-        for words in ("--actor.num_gpus_per_node 1", more):
-            assert not self.flags(tmp_path, 43, words).has("--data.max_samples")
-        # 33 = 2 × 16 + 1: one prompt's 4 answers cannot be dealt to 8 ranks.
-        assert self.flags(tmp_path, 33, more).value("--data.max_samples") == "32"
+        assert not self.left_out(tmp_path, 43, "--actor.num_gpus_per_node 1")
+        dynamic = "--train.dynamic_batch_enable --ds.packing_samples"
+        assert not self.left_out(tmp_path, 43, dynamic)
+        # 33 = 2 × 16 + 1: one prompt's 4 responses cannot be dealt to 8 ranks.
+        assert "leaves out 1 of its 1 prompts" in self.left_out(tmp_path, 33, dynamic)
 
     def test_rows_of_several_episodes_fill_a_batch_only_where_whole_steps_leave_responses_over(
         self, tmp_path: Path
@@ -293,13 +302,12 @@ class TestRows:
             batch_checks.check_rows(self.flags(tmp_path, 10, "--actor.num_gpus_per_node 1 --train.batch_size 48"))
 
     def test_the_limit_of_rows_holds_for_several_files_together(self, tmp_path: Path) -> None:
-        """22 and 21 rows are 43, of which a last step would hang; 32 of them are two whole steps."""
+        """22 and 21 rows are 43, of which 32 are two whole steps."""
         other = tmp_path / "other.jsonl"
         other.write_text('{"input": "x", "label": "y"}\n' * 21)
         both = f"--data.prompt_dataset {tmp_path / 'prompts.jsonl'},{other}"
-        batch_checks.check_rows(self.flags(tmp_path, 22, f"--data.max_samples 32 {both}"))
-        with pytest.raises(UsageError, match="the last step of 43 rows"):
-            batch_checks.check_rows(self.flags(tmp_path, 22, f"--data.max_samples 43 {both}"))
+        assert "leaves out 1 of its 11 prompts" in self.left_out(tmp_path, 22, f"--data.max_samples 43 {both}")
+        assert not self.left_out(tmp_path, 22, f"--data.max_samples 32 {both}")
 
 
 @pytest.mark.parametrize("shape", ["0x80", "8x", "x80", "2x2x2x80", "8×80", "-8x80", "8x0"])
